@@ -1,0 +1,72 @@
+"""Errors as bytes on the wire, in OpenAI's shape. Knows no routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from uuid import uuid4
+
+import msgspec
+from starlette.responses import Response
+
+from mantou.errors import MantouError, QueueFull
+
+_log = logging.getLogger("mantou.api")
+
+
+class ClientGone(Exception):
+    """The client closed its connection, so there is nobody to answer."""
+
+
+class RequestFailed(MantouError):
+    """A request that the server accepted and could not finish."""
+
+
+class TooLarge(MantouError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class Refused(MantouError):
+    """A request that came from where it may not come from."""
+
+    status = 403
+    type = "invalid_request_error"
+    code = "forbidden"
+
+
+class NotFound(MantouError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class WrongMethod(MantouError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+def internal(error: BaseException) -> RequestFailed:
+    """Logs an unexpected error under a new id and returns what the client may know: that id, nothing of the inside.
+
+    The log gets the traceback (file, line, message) and never the body of the request.
+    """
+    request_id = f"req_{uuid4().hex[:12]}"
+    _log.error("request %s failed inside the server", request_id, exc_info=error)
+    return RequestFailed(f"The server failed on this request; its log has the details under {request_id}.")
+
+
+def error_json(error: MantouError) -> bytes:
+    """`{"error": {message, type, param, code}}`."""
+    body = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": body})
+
+
+def error_response(error: MantouError, headers: Mapping[str, str] | None = None) -> Response:
+    """The whole response for an error that happened before anything was sent."""
+    extra = dict(headers or {})
+    if isinstance(error, QueueFull):
+        extra["retry-after"] = "1"
+    return Response(error_json(error), error.status, extra, "application/json")

@@ -1,0 +1,203 @@
+"""The sequences of one HTTP response while they run: submit, collect, stop, give up. Knows no dialect and no SSE."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from mantou.api.faults import RequestFailed
+from mantou.data import Request, TextEvent, TokenEvent, TokenLogprobs, Usage
+from mantou.errors import MantouError, QueueFull
+
+if TYPE_CHECKING:
+    from mantou.api.service import Loaded, Service
+    from mantou.chat.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """One answer to make: a sequence for the engine, and how its tokens become text."""
+
+    request: Request
+    stop: tuple[str, ...] = ()
+    reasoning: ReasoningFormat | None = None
+    reasoning_open: bool = False
+    prompt: int = 0  # which prompt of the body it answers; answers to one prompt bill it once
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one sequence has said, folded together."""
+
+    text: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    finish: str | None = None
+
+    def add(self, event: TextEvent) -> None:
+        if event.text:
+            self.text.append(event.text)
+        if event.reasoning:
+            self.reasoning.append(event.reasoning)
+        self.logprobs.extend(event.logprobs)
+        if event.finish is not None:
+            self.finish = event.finish
+
+
+class _Row:
+    """One sequence: its text so far, and when its last token came."""
+
+    __slots__ = ("_seen_at", "_stopped", "_stream", "index", "plan", "usage")
+
+    def __init__(self, index: int, plan: RowPlan, loaded: Loaded) -> None:
+        self.index = index
+        self.plan = plan
+        self.usage: Usage | None = None
+        # The text side pulls in the tokenizer library, which /health must not wait for.
+        from mantou.chat.stream import TextStream
+
+        self._stream = TextStream(
+            loaded.tokenizer, stop=plan.stop, reasoning=plan.reasoning, reasoning_open=plan.reasoning_open
+        )
+        self._stopped: TextEvent | None = None
+        self._seen_at: float | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """A stop string has ended the text, and the engine has not said its last word yet."""
+        return self._stopped is not None and self.usage is None
+
+    def feed(self, event: TokenEvent) -> TextEvent | None:
+        """The text that this event makes certain. Raises RequestFailed if the engine gave the sequence up."""
+        if self._stopped is not None:
+            return self._end_stopped(event)
+        if event.finish in ("error", "cancelled"):
+            raise RequestFailed(event.error or "The server stopped this request before it was finished.")
+        text = self._stream.feed(event)
+        if event.finish is not None:
+            self.usage = text.usage or Usage(len(self.plan.request.prompt), self._stream.num_tokens)
+            return replace(text, usage=self.usage)
+        if text.finish is None:
+            return text
+        self._stopped = text
+        return replace(text, finish=None)
+
+    def _end_stopped(self, event: TokenEvent) -> TextEvent | None:
+        """The engine may have run past the stop string; only the tokens up to it count."""
+        if event.finish is None or self._stopped is None:
+            return None
+        spent = event.usage or Usage(len(self.plan.request.prompt), 0)
+        self.usage = replace(spent, completion_tokens=self._stream.num_tokens)
+        return TextEvent(finish="stop", stop_sequence=self._stopped.stop_sequence, usage=self.usage)
+
+    def since_last(self, now: float) -> float | None:
+        """Seconds since the last tokens, None for the first."""
+        last, self._seen_at = self._seen_at, now
+        return None if last is None else now - last
+
+
+class Generation:
+    """Runs the rows of one response on the engine. Belongs to the event loop.
+
+    `start` it, take `next()` until `finished`, and always `close` it: rows that still run are then cancelled.
+    `arrived` is `time.perf_counter()` at the request's arrival.
+    """
+
+    def __init__(self, service: Service, loaded: Loaded, plans: Sequence[RowPlan], arrived: float) -> None:
+        self._engine = service.engine
+        self._mailbox = service.mailbox
+        self._metrics = service.metrics
+        self._arrived = arrived
+        self._rows = {plan.request.id: _Row(index, plan, loaded) for index, plan in enumerate(plans)}
+        self._running = set(self._rows)
+        self._inbox = self._mailbox.open(*self._rows)
+        self._closed = False
+
+    def start(self) -> None:
+        """Submits every row or none. Raises what the engine raises: QueueFull, EngineStopped, BadRequest."""
+        submitted: list[str] = []
+        try:
+            for row in self._rows.values():
+                self._engine.submit(row.plan.request)
+                submitted.append(row.plan.request.id)
+        except MantouError as error:
+            self._metrics.rejected[error.code or error.type] += 1
+            self._running = set(submitted)
+            self.close()
+            if isinstance(error, QueueFull) and submitted:
+                raise QueueFull(f"{error.message} {len(self._rows)} answers at once need as many places.") from None
+            raise
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended, or the generation was closed."""
+        return self._closed or not self._running
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    async def next(self) -> list[tuple[int, TextEvent]]:
+        """(row index, event) of everything that came since the last call; waits for the first.
+
+        Empty after `nudge` or `close`. Raises RequestFailed if a row failed; the response is then lost as a whole.
+        """
+        events = await self._inbox.take()
+        now = time.perf_counter()
+        found: list[tuple[int, TextEvent]] = []
+        for event in events:
+            row = self._rows[event.request_id]
+            if event.tokens:
+                self._measure(row, len(event.tokens), now)
+            try:
+                text = row.feed(event)
+            except RequestFailed:
+                self._running.discard(event.request_id)
+                self._metrics.finished["error"] += 1
+                raise
+            if row.stopping:
+                self._engine.cancel(event.request_id)
+            if row.usage is not None:
+                self._end(event.request_id, text, now)
+            if text is not None:
+                found.append((row.index, text))
+        return found
+
+    def nudge(self) -> None:
+        """Makes `next` return, so that its caller can do something else that is due."""
+        self._inbox.nudge()
+
+    def close(self) -> None:
+        """Gives up the rows that still run, so that the engine frees them before its next step. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in self._running:
+            self._engine.cancel(request_id)
+            self._metrics.finished["abort"] += 1
+        self._mailbox.discard(*self._rows)
+
+    def usage(self) -> Usage:
+        """The bill of the whole response: every prompt once, every answer. Needs all rows to have ended."""
+        ended = [(row.plan.prompt, row.usage) for row in self._rows.values() if row.usage is not None]
+        first = {prompt: usage for prompt, usage in reversed(ended)}
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in first.values()),
+            completion_tokens=sum(usage.completion_tokens for _, usage in ended),
+            cached_tokens=sum(usage.cached_tokens for usage in first.values()),
+            lane=ended[0][1].lane,
+        )
+
+    def _measure(self, row: _Row, num_tokens: int, now: float) -> None:
+        waited = row.since_last(now)
+        if waited is None:
+            self._metrics.first_token_s.observe(now - self._arrived)
+        else:
+            self._metrics.inter_token_s.observe(waited / num_tokens, num_tokens)
+
+    def _end(self, request_id: str, text: TextEvent | None, now: float) -> None:
+        self._running.discard(request_id)
+        self._metrics.end_to_end_s.observe(now - self._arrived)
+        self._metrics.finished[text.finish if text is not None and text.finish else "stop"] += 1

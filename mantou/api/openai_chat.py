@@ -1,0 +1,219 @@
+"""POST /v1/chat/completions: parse, plan, encode. Knows no engine and no connection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from mantou.api import defaults
+from mantou.api.fields import Boolean, Field, Integer, Object, Schema, Shaped, Text, kind_of, properties, wrong
+from mantou.api.generation import Answer
+from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
+from mantou.api.openai_logprobs import chat_logprobs
+from mantou.api.openai_messages import num_characters, read_messages, read_tools
+from mantou.api.openai_wire import UNSET, ChatChoice, ChatCompletion, ChatMessage, encode, usage_body
+from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.sse import DONE
+from mantou.data import Message, TextEvent, Usage
+from mantou.errors import BadRequest
+
+if TYPE_CHECKING:
+    from mantou.api.service import Loaded
+    from mantou.config import Config
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAsk:
+    """A checked body."""
+
+    generation: GenerationAsk
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    template_kwargs: Mapping[str, Any]
+    effort: str | None
+    logprobs: bool
+    top_logprobs: int
+
+    @property
+    def num_characters(self) -> int:
+        return num_characters(self.messages)
+
+
+def _tool_choice(value: Any, name: str) -> str:
+    if isinstance(value, dict):
+        return "named"
+    if not isinstance(value, str):
+        raise wrong(name, "a string or an object", value)
+    if value not in ("none", "auto", "required"):
+        raise BadRequest(f"{name} must be none, auto, required or a named function.", param=name)
+    return value
+
+
+def _response_format(value: Any, name: str) -> None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise BadRequest(f"{name} must be an object with a type, got {kind_of(value)}.", param=name)
+    if kind != "text":
+        raise BadRequest(f"{name} is not supported yet except for type text; leave it out.", param=name)
+
+
+_MESSAGES = Shaped(
+    "messages",
+    "The conversation, oldest first.",
+    read_messages,
+    {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
+)
+_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
+_TOOL_CHOICE = Shaped("tool_choice", "`none` leaves the tools out.", _tool_choice, {"type": ["string", "object", "null"]})
+_KWARGS = Object("chat_template_kwargs", "Further variables for the chat template, such as enable_thinking.")
+_EFFORT = Text("reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS)
+_FORMAT = Shaped("response_format", "Only type text for now.", _response_format, {"type": ["object", "null"]})
+_LOGPROBS = Boolean("logprobs", "Whether to send the log-probability of every token.")
+_TOP_LOGPROBS = Integer("top_logprobs", "How many alternatives for every token; -1 = none.", -1, MAX_TOP_LOGPROBS)
+_OWN: tuple[Field[Any], ...] = (
+    _MESSAGES,
+    _TOOLS,
+    _TOOL_CHOICE,
+    _KWARGS,
+    _EFFORT,
+    _FORMAT,
+    _LOGPROBS,
+    _TOP_LOGPROBS,
+)
+
+
+class OpenAIChat:
+    """The chat dialect."""
+
+    path = "/v1/chat/completions"
+
+    def parse(self, body: Mapping[str, Any], headers: Mapping[str, str]) -> ChatAsk:
+        """Checks every field. Raises BadRequest that names the first wrong one."""
+        messages = _MESSAGES.read(body)
+        if messages is None:
+            raise BadRequest("messages is missing; send a list with at least one message.", param="messages")
+        _FORMAT.read(body)
+        top = max(_TOP_LOGPROBS.read(body) or 0, 0)
+        tools = _TOOLS.read(body) or ()
+        return ChatAsk(
+            generation=read_generation(body, headers),
+            messages=messages,
+            tools=() if _TOOL_CHOICE.read(body) == "none" else tools,
+            template_kwargs=_KWARGS.read(body) or {},
+            effort=_EFFORT.read(body),
+            logprobs=(_LOGPROBS.read(body) or False) or top > 0,
+            top_logprobs=top,
+        )
+
+    def plan(self, ask: ChatAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
+        """Renders the prompt. Raises BadRequest where the model cannot do what is asked."""
+        if ask.tools and not loaded.template.supports_tools:
+            raise BadRequest(
+                "The chat template of this model cannot describe tools; use a model that calls tools, or leave tools out.",
+                param="tools",
+            )
+        think = defaults.thinking(ask.template_kwargs, ask.effort, config.defaults)
+        prompt = loaded.template.render(ask.messages, tools=ask.tools or None, kwargs=_template_kwargs(ask, think))
+        head = Head(f"chatcmpl-{uuid4()}", created, loaded.info.id, fingerprint)
+        options = RowOptions(
+            thinking=think if loaded.template.supports_thinking else None,
+            reasoning=loaded.template.reasoning,
+            logprobs=ask.logprobs,
+            top_logprobs=ask.top_logprobs,
+        )
+        rows = plan_rows(ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id)
+        return Job(rows, ChatEncoder(head, ask, loaded))
+
+    def schema(self) -> Schema:
+        """The body as a JSON schema."""
+        return {"type": "object", "required": ["messages"], "properties": properties((*_OWN, *TABLE))}
+
+
+def _template_kwargs(ask: ChatAsk, think: bool | None) -> dict[str, Any]:
+    kwargs = dict(ask.template_kwargs)
+    if think is not None:
+        kwargs["enable_thinking"] = think
+    if ask.effort is not None and ask.effort != "none":
+        kwargs.setdefault("reasoning_effort", ask.effort)
+    return kwargs
+
+
+class ChatEncoder:
+    """Writes chunks from constant parts made once, so that a token costs one small JSON string."""
+
+    def __init__(self, head: Head, ask: ChatAsk, loaded: Loaded) -> None:
+        self._head = head
+        self._ask = ask
+        self._tokenizer = loaded.tokenizer
+        self._usage_apart = ask.generation.include_usage
+        chunk = {
+            "id": head.id,
+            "object": "chat.completion.chunk",
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+        self._before = b"data: " + encode(chunk)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if self._usage_apart else b"]}\n\n"
+        self._plain_after = b'},"logprobs":null,"finish_reason":null}' + self._after
+        self._plain_before = [
+            self._before + b'{"index":%d,"delta":{"content":' % index for index in range(ask.generation.n)
+        ]
+
+    def start(self, index: int) -> bytes:
+        return self._chunk(index, b'"role":"assistant","content":""')
+
+    def text(self, index: int, event: TextEvent) -> bytes:
+        if event.text and not event.reasoning and not self._ask.logprobs:
+            return self._plain_before[index] + encode(event.text) + self._plain_after
+        delta: list[bytes] = []
+        if event.reasoning:
+            delta.append(b'"reasoning":' + encode(event.reasoning))
+        if event.text:
+            delta.append(b'"content":' + encode(event.text))
+        if not delta and not event.logprobs:
+            return b""
+        logprobs = encode(chat_logprobs(self._tokenizer, event.logprobs)) if self._ask.logprobs else b"null"
+        return self._chunk(index, b",".join(delta), logprobs)
+
+    def finish(self, index: int, reason: str, usage: Usage | None) -> bytes:
+        """Without stream_options, usage rides on the last chunk, so that no client has to ask for it."""
+        chunk = self._chunk(index, b"", reason=encode(reason))
+        if usage is None or self._usage_apart is not None:
+            return chunk
+        return chunk[: -len(b"}\n\n")] + b',"usage":' + encode(usage_body(usage)) + b"}\n\n"
+
+    def done(self, usage: Usage) -> bytes:
+        if not self._usage_apart:
+            return DONE
+        return self._before + b'],"usage":' + encode(usage_body(usage)) + b"}\n\n" + DONE
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return encode(
+            ChatCompletion(
+                id=self._head.id,
+                object="chat.completion",
+                created=self._head.created,
+                model=self._head.model,
+                system_fingerprint=self._head.fingerprint,
+                choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+                usage=usage_body(usage),
+            )
+        )
+
+    def _choice(self, index: int, answer: Answer) -> ChatChoice:
+        reasoning = "".join(answer.reasoning)
+        message = ChatMessage(role="assistant", content="".join(answer.text), reasoning=reasoning or UNSET)
+        logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._ask.logprobs else None
+        return ChatChoice(index, message, logprobs, "length" if answer.finish == "length" else "stop")
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
+        choice = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
+        return self._before + choice + self._after
+
+

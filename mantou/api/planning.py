@@ -1,0 +1,132 @@
+"""From what the caller asked and a loaded model to sequences for the engine. Knows no dialect and no wire."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from mantou.api import defaults
+from mantou.api.generation import Answer, RowPlan
+from mantou.api.generation_fields import GenerationAsk
+from mantou.data import Prompt, Request, TextEvent, Usage
+from mantou.errors import BadRequest, ContextOverflow
+
+if TYPE_CHECKING:
+    from mantou.api.service import Loaded
+    from mantou.chat.reasoning import ReasoningFormat
+    from mantou.config import Config
+
+# One body may ask for this many sequences in all (prompts x n); more is a batch job, not a request.
+MAX_ROWS = 64
+
+
+class Encoder(Protocol):
+    """Writes one response. Stream: `start` of a row before its first event, `finish` after its last, `done` once."""
+
+    def start(self, index: int) -> bytes: ...
+    def text(self, index: int, event: TextEvent) -> bytes:
+        """Events for new text; empty if there is nothing to say."""
+        ...
+
+    def finish(self, index: int, reason: str, usage: Usage | None) -> bytes:
+        """The row's last event. `usage` is the whole response's, and given only for the row that ends last."""
+        ...
+
+    def done(self, usage: Usage) -> bytes: ...
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The JSON body of a response that is not streamed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every part of one response repeats."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that is ready to run."""
+
+    rows: tuple[RowPlan, ...]
+    encoder: Encoder
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """What a dialect adds to the shared fields."""
+
+    thinking: bool | None = None
+    reasoning: ReasoningFormat | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+
+def plan_rows(
+    ask: GenerationAsk,
+    prompts: Sequence[Prompt],
+    options: RowOptions,
+    *,
+    loaded: Loaded,
+    config: Config,
+    response_id: str,
+) -> tuple[RowPlan, ...]:
+    """`n` rows for each prompt, in the order of the answers.
+
+    Raises BadRequest for a token outside the vocabulary or too many rows, ContextOverflow for a prompt that leaves
+    no room for one token.
+    """
+    if len(prompts) * ask.n > MAX_ROWS:
+        raise BadRequest(f"{len(prompts)} prompts x n = {ask.n} is more than {MAX_ROWS} answers; send fewer.", param="n")
+    _check_bias(ask, loaded.info.vocab_size)
+    seed = ask.seed if ask.seed is not None else secrets.randbits(32)
+    rows: list[RowPlan] = []
+    for number, prompt in enumerate(prompts):
+        limit = defaults.max_tokens(ask, config.defaults, _room(prompt, loaded, config))
+        for choice in range(ask.n):
+            sampling = defaults.sampling(
+                ask,
+                config.defaults,
+                loaded.generation_config,
+                seed=seed + choice,
+                vocab_size=loaded.info.vocab_size,
+                thinking=options.thinking,
+                logprobs=options.logprobs,
+                top_logprobs=options.top_logprobs,
+            )
+            request = Request(
+                id=f"{response_id}-{len(rows)}",
+                prompt=prompt.tokens,
+                sampling=sampling,
+                max_tokens=limit,
+                eos=loaded.tokenizer.eos,
+                adapters=ask.adapters,
+                session=ask.session,
+            )
+            rows.append(RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number))
+    return tuple(rows)
+
+
+def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:
+    context = min(loaded.info.context_length, config.context_length or loaded.info.context_length)
+    room = context - len(prompt.tokens)
+    if room <= 0:
+        raise ContextOverflow(
+            f"The prompt has {len(prompt.tokens)} tokens, but the context holds {context} with the answer; "
+            "shorten the prompt or use a model with a longer context."
+        )
+    return room
+
+
+def _check_bias(ask: GenerationAsk, vocab_size: int) -> None:
+    for token, _ in ask.logit_bias:
+        if token >= vocab_size:
+            raise BadRequest(
+                f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}.", param="logit_bias"
+            )

@@ -1,0 +1,1 @@
+"""Prefix stores: KV that outlives the request that computed it."""

@@ -1,0 +1,87 @@
+"""Token ids to text, a few tokens at a time. Knows byte tables and decode functions; no files, no stops."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns the ids of one sequence into text. Pushes and flush add up to `Tokenizer.decode` of all ids."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these ids; an incomplete character is withheld."""
+        ...
+
+    def flush(self) -> str:
+        """What is still withheld, with U+FFFD for bytes that are no character. Pushing may go on after it."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level vocabularies: a token is bytes whatever stands around it. O(bytes of the new ids).
+
+    Python's decoder and the tokenizers library replace the same maximal invalid parts, so their texts are
+    equal.
+    """
+
+    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
+        """`token_bytes`: id -> its bytes, empty for tokens that are not shown."""
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        table = self._token_bytes
+        return self._decoder.decode(b"".join([table[i] for i in ids]))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return text
+
+
+class Kind(Enum):
+    """What a token is to the `PieceDetokenizer`."""
+
+    HIDDEN = 0  # special or not in the vocabulary
+    BYTE = 1  # one byte of a character that has no piece of its own: <0x0A>
+    TEXT = 2
+
+
+class PieceDetokenizer:
+    """For vocabularies of text pieces (SentencePiece style, WordPiece, Unigram).
+
+    A piece depends on what stands before it only through one neighbour (the first piece loses its space), so
+    the new ids are decoded behind the last shown piece and that piece's own text is cut off. The library
+    decodes a run of byte tokens as a whole (one bad byte spoils the run), so a run is certain only when a
+    text piece ends it.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], kinds: Mapping[int, Kind]) -> None:
+        self._decode = decode
+        self._kinds = kinds
+        self._anchor: list[int] = []  # the last text piece, or nothing yet
+        self._anchor_length = 0  # characters that the anchor decodes to on its own
+        self._run: list[int] = []  # byte tokens since the anchor
+
+    def push(self, ids: Sequence[int]) -> str:
+        kinds = self._kinds
+        shown = [i for i in ids if kinds[i] is not Kind.HIDDEN]
+        cut = len(shown)
+        while cut and kinds[shown[cut - 1]] is Kind.BYTE:
+            cut -= 1
+        if not cut:
+            self._run += shown
+            return ""
+        text = self._decode(self._anchor + self._run + shown[:cut])[self._anchor_length :]
+        self._anchor = [shown[cut - 1]]
+        self._anchor_length = len(self._decode(self._anchor))
+        self._run = shown[cut:]
+        return text
+
+    def flush(self) -> str:
+        text = self._decode(self._anchor + self._run)[self._anchor_length :]
+        self._run = []
+        return text

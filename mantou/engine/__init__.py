@@ -1,0 +1,1 @@
+"""The loop: token ids in, token ids out. Knows no text and no HTTP."""

@@ -1,0 +1,174 @@
+"""The engine: one model thread that owns every array, and a thread-safe front of six methods. Knows no text, no HTTP."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from mantou.data import Request, TokenEvent, Usage
+from mantou.engine.step import Step
+from mantou.errors import EngineStopped, MantouError, ModelError, QueueFull
+from mantou.protocols import Mailbox
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Engine:
+    """Runs requests on its own thread.
+
+    `load` builds the Step on the model thread (MLX streams are thread-local); `on_ready` and `on_failed` are called from
+    there. Requests submitted before that wait. Events reach `mailbox`, all of a step's in one call.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], Step],
+        mailbox: Mailbox,
+        *,
+        max_waiting: int = 64,
+        on_ready: Callable[[], None] = lambda: None,
+        on_failed: Callable[[MantouError], None] = lambda error: None,
+    ) -> None:
+        self._load = load
+        self._mailbox = mailbox
+        self._max_waiting = max_waiting
+        self._on_ready = on_ready
+        self._on_failed = on_failed
+        self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self._step: Step | None = None
+        self._closing = False
+        self._admission = threading.Lock()
+        self._num_submitted = 0  # in the inbox, not yet seen by the model thread
+        self._thread = threading.Thread(target=self._run, name="mantou-model", daemon=True)
+
+    # ------------------------------------------------------------------ any thread
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises QueueFull at `max_waiting` waiting requests, EngineStopped while shutting down."""
+        with self._admission:
+            if self._closing:
+                raise EngineStopped("The server is shutting down; send the request to another one.")
+            waiting = len(self._step.waiting) if self._step else 0
+            if waiting + self._num_submitted >= self._max_waiting:
+                raise QueueFull(f"{self._max_waiting} requests are waiting already; try again in a moment.")
+            self._num_submitted += 1
+        self._inbox.put(lambda: self._accept(request))
+
+    def cancel(self, request_id: str) -> None:
+        """Frees a request's row before the next step. Unknown and finished ids are ignored."""
+        self._inbox.put(lambda: self._step.cancel(request_id) if self._step else None)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs `function` on the model thread between two steps, with nothing in flight."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self._step is not None:
+                self._step.land()
+            try:
+                future.set_result(function())
+            except Exception as error:  # it belongs to the caller, who finds it in the future
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def stats(self) -> Mapping[str, Any]:
+        """Plain numbers: running, waiting, rows, counters, kv, fairness, speed."""
+        step = self._step
+        if step is None:
+            return {"running": 0, "waiting": self._num_submitted, "rows": 0}
+        counters = asdict(step.counters)
+        kv = step.runner.kv
+        return {
+            "running": len(step.running),
+            "waiting": len(step.waiting) + self._num_submitted,
+            "rows": getattr(step.axes.scheduler, "max_rows", 0),
+            "requests": counters.pop("finished"),
+            **counters,
+            "kv": {
+                "bytes": kv.nbytes,
+                "slots": kv.num_slots,
+                "tokens": sum(kv.lengths),
+            },
+            "fairness": {
+                "max_chunks_between_tokens": counters["max_chunks_between_tokens"],
+                "prompt_share": step.pacer.prompt_share,
+                "chunk": step.pacer.chunk(len(step.running)),
+            },
+            "speed": {
+                "decode_step_s": step.pacer.decode_s,
+                "prompt_token_s": step.pacer.token_s,
+            },
+        }
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        """Takes no more requests, ends the running ones with an error event and stops the thread."""
+        with self._admission:
+            self._closing = True
+        self._inbox.put(lambda: None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    # ------------------------------------------------------------------ the model thread
+    def _accept(self, request: Request) -> None:
+        with self._admission:
+            self._num_submitted -= 1
+        if self._step is not None:
+            self._step.submit(request)
+        else:
+            usage = Usage(len(request.prompt), 0)
+            self._mailbox.put([TokenEvent(request.id, finish="error", error="no model is loaded", usage=usage)])
+
+    def _run(self) -> None:
+        try:
+            self._step = self._load()
+        except MantouError as error:
+            self._refuse(error)
+            return
+        except Exception as error:  # anything else that loading raises must reach the user as a sentence, too
+            log.exception("loading failed")
+            self._refuse(ModelError(f"The model could not be loaded ({type(error).__name__}: {error})."))
+            return
+        self._on_ready()
+        while not self._closing:
+            self._drain_inbox(block=not self._step.busy)
+            if self._step.busy and not self._closing:
+                self._advance(self._step)
+            if events := self._step.take_events():
+                self._mailbox.put(events)
+        self._step.fail_all("the server is shutting down")
+        self._mailbox.put(self._step.take_events())
+
+    def _advance(self, step: Step) -> None:
+        try:
+            step.advance()
+        except Exception:  # a defect of the engine itself: its requests end, the server goes on
+            log.exception("a step failed")
+            step.fail_all("the engine failed on this step; see the server's log")
+
+    def _drain_inbox(self, *, block: bool) -> None:
+        """Does what other threads asked for; waits for the first if there is nothing else to do."""
+        if block:
+            self._inbox.get()()
+        while True:
+            try:
+                action = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            action()
+
+    def _refuse(self, error: MantouError) -> None:
+        """Loading failed: every request gets the reason."""
+        with self._admission:
+            self._closing = True
+        self._on_failed(error)
+        self._drain_inbox(block=False)

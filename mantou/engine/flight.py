@@ -1,0 +1,61 @@
+"""A launched forward whose tokens the host has not read yet. Knows slots and sequences; no scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import Any
+
+from mantou.data import TokenLogprobs
+from mantou.engine.sequence import Sequence
+from mantou.protocols import Group
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """`rows[i]` sits in slot group.lo + i, None for an idle slot. `drafts[i]` is what row i guessed."""
+
+    group: Group
+    rows: Rows[Sequence | None]
+    tokens: Any  # device int32[rows, width], what was fed
+    draw: Any  # device draws of the wanted positions: tokens int32[rows, K]
+    drafts: Rows[Rows[int]] = field(default_factory=list)
+    committed: bool = True  # False: the KV waits to hear which draft tokens stay
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [row for row in self.rows if row is not None]
+
+    def read(self) -> Drawn:
+        """Waits for the device, once."""
+        draw = self.draw
+        return Drawn(
+            tokens=draw.tokens.tolist(),
+            logprobs=draw.logprobs.tolist() if draw.logprobs is not None else None,
+            top_tokens=draw.top_tokens.tolist() if draw.top_tokens is not None else None,
+            top_logprobs=draw.top_logprobs.tolist() if draw.top_logprobs is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A flight's draws on the host, indexed [row][position]."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None
+    top_tokens: list[list[list[int]]] | None
+    top_logprobs: list[list[list[float]]] | None
+
+    def logprobs_of(self, sequence: Sequence, row: int, emitted: Rows[int]) -> tuple[TokenLogprobs, ...]:
+        """Log-probabilities of the row's emitted tokens, () if it did not ask."""
+        wish = sequence.request.sampling
+        if self.logprobs is None or not (wish.logprobs or wish.top_logprobs):
+            return ()
+        found = []
+        for position, token in enumerate(emitted):
+            top: tuple[tuple[int, float], ...] = ()
+            if wish.top_logprobs and self.top_tokens is not None and self.top_logprobs is not None:
+                pairs = zip(self.top_tokens[row][position], self.top_logprobs[row][position], strict=True)
+                top = tuple(pairs)[: wish.top_logprobs]
+            found.append(TokenLogprobs(token, self.logprobs[row][position], top))
+        return tuple(found)

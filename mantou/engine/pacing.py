@@ -1,0 +1,50 @@
+"""How large a prompt chunk may be while rows are decoding: about as long as a decode step, by measurement."""
+
+from __future__ import annotations
+
+_SMOOTHING = 0.2
+
+
+class Pacer:
+    """Keeps running averages of a decode step's time and of the time a prompt token takes.
+
+    `chunk` is a power of two between `smallest` and `largest` tokens.
+    """
+
+    def __init__(self, largest: int, smallest: int = 16) -> None:
+        self.largest = largest
+        self.smallest = min(smallest, largest)
+        self.decode_s: float | None = None
+        self.token_s: float | None = None
+        self.mixed_s = 0.0  # time of steps that held both, and the prompt's part of it
+        self.prompt_s = 0.0
+
+    def chunk(self, num_decoding: int) -> int:
+        """Most prompt tokens of the next step."""
+        if not num_decoding:
+            return self.largest
+        if self.decode_s is None or self.token_s is None:
+            return min(max(64, self.smallest), self.largest)
+        fitting = max(int(self.decode_s / self.token_s), self.smallest)
+        return min(1 << (fitting.bit_length() - 1), self.largest)
+
+    def observe(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
+        """One step's wall time and what it held."""
+        if num_decoding and not num_prompt_tokens:
+            self.decode_s = self._smooth(self.decode_s, seconds)
+        elif num_prompt_tokens:
+            decode = (self.decode_s or 0.0) if num_decoding else 0.0
+            prompt = max(seconds - decode, 0.0)
+            self.token_s = self._smooth(self.token_s, prompt / num_prompt_tokens)
+            if num_decoding:
+                self.mixed_s += seconds
+                self.prompt_s += prompt
+
+    @property
+    def prompt_share(self) -> float | None:
+        """Part of the time of mixed steps that went to prompts."""
+        return self.prompt_s / self.mixed_s if self.mixed_s else None
+
+    @staticmethod
+    def _smooth(old: float | None, new: float) -> float:
+        return new if old is None else old + _SMOOTHING * (new - old)

@@ -1,0 +1,39 @@
+"""Who runs this step, and how much. Pure: it sees lengths and returns a plan.
+
+Fairness, by construction: every decoding row gets its token in every step, and all prompt work of a step together is at
+most one chunk. So a running row waits at most one chunk between two tokens, and a waiting prompt gets a whole chunk in
+every step. The pacer sizes the chunk so that it takes about as long as a decode step: each side has half of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mantou.protocols import Load, Plan
+
+
+class FairScheduler:
+    """First come, first served; at most `max_rows` rows run."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.max_rows = max_rows
+
+    def plan(self, waiting: Sequence[Load], running: Sequence[Load], chunk: int) -> Plan:
+        """Loads are given in order of arrival. A row with no token left to generate is not run."""
+        num_tokens: dict[str, int] = {}
+        room = chunk
+        for load in running:
+            if load.num_pending == 1:
+                if load.num_left > 0:
+                    num_tokens[load.id] = 1
+            elif room > 0:
+                num_tokens[load.id] = min(load.num_pending, room)
+                room -= num_tokens[load.id]
+        admit: list[str] = []
+        for load in waiting[: max(self.max_rows - len(running), 0)]:
+            if room <= 0:
+                break
+            admit.append(load.id)
+            num_tokens[load.id] = min(load.num_pending, room)
+            room -= num_tokens[load.id]
+        return Plan(tuple(admit), num_tokens)

@@ -1,0 +1,144 @@
+"""The one owner of all running rows' KV: slots, lengths, buffers. Knows no requests, no text, no sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mantou.kv.geometry import Geometry
+from mantou.kv.layouts import Layout, Parts
+from mantou.protocols import Group
+
+LayoutMaker = Callable[[int], Sequence[Layout]]  # num_slots -> one layout a layer
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot:
+    """One row's KV up to `num_tokens`, detached from its slot: evaluated arrays, one tuple a layer."""
+
+    num_tokens: int
+    layers: tuple[Parts, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self.layers for part in parts)
+
+
+def capacity_bucket(num_tokens: int, step: int = 256) -> int:
+    """Columns to allocate for rows of `num_tokens`: multiples of `step`, at most a quarter too many beyond 1k."""
+    while step * 8 < num_tokens:
+        step *= 2
+    return -(-num_tokens // step) * step
+
+
+class KVBatch:
+    """`num_slots` rows of KV. Only the model thread touches it.
+
+    A forward is `begin(group)`, the model graph over `layers`, then `commit(group, kept)`.
+    """
+
+    def __init__(self, make_layouts: LayoutMaker, *, array_offsets: bool = True) -> None:
+        self._make_layouts = make_layouts
+        self._array_offsets = array_offsets
+        self.layers: Sequence[Layout] = make_layouts(0)
+        self.lengths: list[int] = []
+        self.geometry: Geometry | None = None
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def resize(self, num_slots: int) -> None:
+        """Rows beyond `num_slots` are dropped, new ones are empty. At 0 all buffers are freed."""
+        if num_slots == self.num_slots:
+            return
+        if num_slots == 0:
+            self.layers = self._make_layouts(0)
+            self.lengths = []
+            return
+        for layer in self.layers:
+            layer.resize(num_slots)
+        self.lengths = (self.lengths + [0] * num_slots)[:num_slots]
+
+    def begin(self, group: Group) -> Geometry:
+        """Sets where the next forward writes and what it sees. Positions are checked here: the writes are not."""
+        starts = self.lengths[group.lo : group.hi]
+        if len(starts) != len(group.num_tokens) or max(group.num_tokens) > group.width:
+            raise ValueError(f"group {group} does not fit {self.num_slots} slots")
+        geometry = Geometry(group, starts, array_offsets=self._array_offsets)
+        capacity = capacity_bucket(max(starts) + group.width)
+        for layer in self.layers:
+            layer.begin(geometry, capacity)
+        self.geometry = geometry
+        return geometry
+
+    def commit(self, group: Group, kept: Sequence[int]) -> bool:
+        """Row i keeps kept[i] <= num_tokens[i] of the forward. False: run it again, masked to `kept`, and commit."""
+        assert self.geometry is not None
+        if tuple(kept) != group.num_tokens:
+            done = [layer.rewind(self.geometry, kept) for layer in self.layers]
+            if not all(done):
+                return False
+        for i, num_tokens in enumerate(kept):
+            self.lengths[group.lo + i] += num_tokens
+        self.geometry = None
+        return True
+
+    def abort(self) -> None:
+        """Drops a forward that raised: recurrent layers get their state back, the rest was never visible."""
+        if self.geometry is not None:
+            for layer in self.layers:
+                layer.rewind(self.geometry, [0] * self.geometry.num_rows)
+            self.geometry = None
+
+    def rewind(self, slot: int, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` of a row. Only for batches without recurrent layers."""
+        self.lengths[slot] -= num_tokens
+
+    def release(self, slot: int) -> None:
+        """The row is gone; what it held is invisible from now on."""
+        self.lengths[slot] = 0
+
+    def clear(self, slot: int) -> None:
+        """An empty row, for a sequence that starts from nothing."""
+        self.lengths[slot] = 0
+        for layer in self.layers:
+            layer.clear(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Copies one row over another; `source` is empty afterwards."""
+        for layer in self.layers:
+            layer.move(source, target, self.lengths[source])
+        self.lengths[target] = self.lengths[source]
+        self.lengths[source] = 0
+
+    def swap(self, one: int, other: int) -> None:
+        held = self.snapshot(one)
+        self.move(other, one)
+        self.restore(other, held)
+
+    def snapshot(self, slot: int) -> RowSnapshot:
+        num_tokens = self.lengths[slot]
+        return RowSnapshot(num_tokens, tuple(layer.snapshot(slot, num_tokens) for layer in self.layers))
+
+    def restore(self, slot: int, snapshot: RowSnapshot) -> None:
+        for layer, parts in zip(self.layers, snapshot.layers, strict=True):
+            layer.restore(slot, parts, snapshot.num_tokens)
+        self.lengths[slot] = snapshot.num_tokens
+
+    def arrays(self) -> list[mx.array]:
+        """Every buffer, to be evaluated together with the step's outputs."""
+        return [array for layer in self.layers for array in layer.arrays()]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a buffer does not fit the slots. Called when idle in debug and in tests."""
+        assert all(length >= 0 for length in self.lengths), self.lengths
+        for layer in self.layers:
+            for array in layer.arrays():
+                assert array.shape[0] == self.num_slots, (array.shape, self.num_slots)

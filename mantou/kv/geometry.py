@@ -1,0 +1,85 @@
+"""Where the tokens of one forward go: positions, masks, how much of each buffer is read. Host lengths only.
+
+All layers share the `Geometry` of the forward in progress, so every mask is built once per step and kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mantou.protocols import Group
+
+
+class Geometry:
+    """Positions of one group: row i holds absolute positions starts[i] .. starts[i] + width - 1."""
+
+    def __init__(self, group: Group, starts: Sequence[int], *, array_offsets: bool = True) -> None:
+        self.group = group
+        self.starts = tuple(starts)
+        self.width = group.width
+        self.num_rows = len(group.num_tokens)
+        active = [s for s, n in zip(starts, group.num_tokens, strict=True) if n]
+        self.longest = max(active) if active else 0
+        # One start for every active row, and no idle row reaches past it: slice writes and no mask array.
+        self.uniform = all(s == self.longest for s in active) and max(starts) <= self.longest
+        self.full = all(n == group.width for n in group.num_tokens)
+        self.end = self.longest + self.width  # one past the newest position
+        self._array_offsets = array_offsets
+        self._offsets: mx.array | None = None
+        self._positions: mx.array | None = None
+        self._lengths: mx.array | None = None
+        self._masks: dict[tuple[str, int, int], mx.array] = {}
+
+    @property
+    def offset(self) -> mx.array | int:
+        """What a graph reads as `cache.offset`: int32[rows], or an int for graphs that need one."""
+        if not self._array_offsets or (self.uniform and self.num_rows == 1):
+            return self.longest
+        return self.offsets
+
+    @property
+    def offsets(self) -> mx.array:
+        if self._offsets is None:
+            self._offsets = mx.array(self.starts, dtype=mx.int32)
+        return self._offsets
+
+    @property
+    def positions(self) -> mx.array:
+        """int32[rows, width], absolute."""
+        if self._positions is None:
+            self._positions = self.offsets[:, None] + mx.arange(self.width, dtype=mx.int32)[None]
+        return self._positions
+
+    @property
+    def lengths(self) -> mx.array | None:
+        """int32[rows] valid positions of this forward, or None if every row fills the width."""
+        if self.full:
+            return None
+        if self._lengths is None:
+            self._lengths = mx.array(self.group.num_tokens, dtype=mx.int32)
+        return self._lengths
+
+    def causal_mask(self, span: int, window: int) -> mx.array:
+        """bool[rows, 1, width, span] over columns that hold positions 0 .. span - 1; window 0 = unlimited."""
+        key = ("causal", span, window)
+        if key not in self._masks:
+            columns = mx.arange(span, dtype=mx.int32)[None, None, None]
+            queries = self.positions[:, None, :, None]
+            mask = columns <= queries
+            if window:
+                mask = mask & (columns > queries - window)
+            self._masks[key] = mask
+        return self._masks[key]
+
+    def ring_mask(self, size: int, window: int) -> mx.array:
+        """bool[rows, 1, width, size] over ring slots, where position p lives in slot p % size."""
+        key = ("ring", size, window)
+        if key not in self._masks:
+            newest = self.positions[:, -1:][:, None, None]
+            slots = mx.arange(size, dtype=mx.int32)[None, None, None]
+            held = newest - ((newest - slots) % size)  # the absolute position each slot holds now
+            queries = self.positions[:, None, :, None]
+            self._masks[key] = (held >= 0) & (held <= queries) & (held > queries - window)
+        return self._masks[key]

@@ -1,0 +1,322 @@
+"""Where a layer's cache lives: full rows, rings of a sliding window, recurrent state. Knows no requests.
+
+Each layout is what an mlx-lm graph expects of a cache (`offset`, `update_and_fetch`, `make_mask`, `lengths`, item
+access), over left-aligned rows with their own lengths:
+
+    slot 0  |#########.......|     # = kept token, . = free or rejected (never visible, overwritten later)
+    slot 1  |####............|     rewind = a smaller length; join and leave touch no neighbour
+
+A ring has window + slack columns, position p in column p % size. A rejected token only overwrote position
+p - size, which no live window reaches, so a ring rewinds by length as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from mantou.kv.geometry import Geometry
+from mantou.protocols import KVCodec
+
+Parts = tuple[mx.array, ...]
+
+
+class Layout(Protocol):
+    """One layer's storage for all slots. `KVBatch` is the only caller besides the model graph."""
+
+    def begin(self, geometry: Geometry, capacity: int) -> None: ...
+    def resize(self, num_slots: int) -> None: ...
+    def move(self, source: int, target: int, num_tokens: int) -> None: ...
+    def clear(self, slot: int) -> None: ...
+    def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
+        """Forget all but kept[i] of the forward's tokens. False if the forward must be run again up to `kept`."""
+        ...
+
+    def snapshot(self, slot: int, num_tokens: int) -> Parts: ...
+    def restore(self, slot: int, parts: Parts, num_tokens: int) -> None: ...
+    def arrays(self) -> list[mx.array]: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def _write(buffer: mx.array, new: mx.array, geometry: Geometry, columns: mx.array | int, lo: int) -> mx.array:
+    """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
+    rows, _, width, _ = new.shape
+    new = new.astype(buffer.dtype)
+    if isinstance(columns, int):
+        buffer[lo : lo + rows, :, columns : columns + width] = new
+        return buffer
+    if rows == buffer.shape[0]:
+        index = mx.broadcast_to(columns[:, None, :, None], new.shape)
+        return mx.put_along_axis(buffer, index, new, axis=2)
+    slots = mx.arange(lo, lo + rows)[:, None]
+    buffer[slots, :, columns] = new.transpose(0, 2, 1, 3)
+    return buffer
+
+
+class Columns:
+    """Keys and values as [slots, H, columns, d] buffers, one per codec part. Shared by full rows and rings."""
+
+    def __init__(self, codec: KVCodec, num_slots: int) -> None:
+        self.codec = codec
+        self.num_slots = num_slots
+        self.geometry: Geometry
+        self.capacity = 0
+        self.keys: Parts = ()
+        self.values: Parts = ()
+        self._dtype: mx.Dtype = mx.float32
+
+    @property
+    def offset(self) -> mx.array | int:
+        return self.geometry.offset
+
+    def _grown(self, parts: Parts, like: Parts) -> Parts:
+        """Buffers with `capacity` columns; contents kept."""
+        if parts and parts[0].shape[2] >= self.capacity:
+            return parts
+        grown = []
+        for i, new in enumerate(like):
+            have = parts[i].shape[2] if parts else 0
+            pad = mx.zeros((self.num_slots, new.shape[1], self.capacity - have, new.shape[3]), new.dtype)
+            grown.append(mx.concatenate([parts[i], pad], axis=2) if parts else pad)
+        return tuple(grown)
+
+    def _store(self, keys: mx.array, values: mx.array, columns: mx.array | int) -> None:
+        self._dtype = keys.dtype
+        packed_keys, packed_values = self.codec.pack(keys), self.codec.pack(values)
+        self.keys = self._grown(self.keys, packed_keys)
+        self.values = self._grown(self.values, packed_values)
+        lo = self.geometry.group.lo
+        self.keys = tuple(
+            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.keys, packed_keys, strict=True)
+        )
+        self.values = tuple(
+            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.values, packed_values, strict=True)
+        )
+
+    def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
+        group = self.geometry.group
+        read = slice(group.lo, group.hi)
+        keys = self.codec.unpack([part[read, :, :span] for part in self.keys], self._dtype)
+        values = self.codec.unpack([part[read, :, :span] for part in self.values], self._dtype)
+        return keys, values
+
+    def resize(self, num_slots: int) -> None:
+        def fit(part: mx.array) -> mx.array:
+            if num_slots <= part.shape[0]:
+                return mx.contiguous(part[:num_slots])
+            pad = mx.zeros((num_slots - part.shape[0], *part.shape[1:]), part.dtype)
+            return mx.concatenate([part, pad], axis=0)
+
+        self.keys = tuple(fit(part) for part in self.keys) if num_slots else ()
+        self.values = tuple(fit(part) for part in self.values) if num_slots else ()
+        self.num_slots = num_slots
+
+    def _rows(self, slot: int, span: int) -> Parts:
+        rows = tuple(mx.contiguous(p[slot : slot + 1, :, :span]) for p in (*self.keys, *self.values))
+        mx.eval(rows)  # so that the buffers have one owner again and the next write is in place
+        return rows
+
+    def _place(self, slot: int, rows: Parts) -> None:
+        half = len(rows) // 2
+        if not self.keys:
+            self.keys, self.values = self._grown((), rows[:half]), self._grown((), rows[half:])
+        for part, row in zip((*self.keys, *self.values), rows, strict=True):
+            part[slot : slot + 1, :, : row.shape[2]] = row
+
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        if self.keys and num_tokens:
+            self._place(target, self._rows(source, min(num_tokens, self.keys[0].shape[2])))
+
+    def clear(self, slot: int) -> None:
+        pass  # a length of 0 hides everything
+
+    def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
+        return True  # the batch's lengths say it all
+
+    def snapshot(self, slot: int, num_tokens: int) -> Parts:
+        return self._rows(slot, min(num_tokens, self.keys[0].shape[2])) if self.keys else ()
+
+    def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
+        if parts:
+            self.capacity = max(self.capacity, parts[0].shape[2])
+            self.keys = self._grown(self.keys, parts[: len(parts) // 2])
+            self.values = self._grown(self.values, parts[len(parts) // 2 :])
+            self._place(slot, parts)
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in (*self.keys, *self.values))
+
+
+class FullRows(Columns):
+    """Position p of a row lives in column p."""
+
+    def begin(self, geometry: Geometry, capacity: int) -> None:
+        self.geometry = geometry
+        self.capacity = max(self.capacity, capacity)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        g = self.geometry
+        self._store(keys, values, g.longest if g.uniform else g.positions)
+        return self._fetch(g.end)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        g = self.geometry
+        inside = not window_size or g.end <= window_size
+        if g.uniform and inside and not return_array:
+            return None if g.width == 1 else "causal"
+        return g.causal_mask(g.end, 0 if inside else int(window_size or 0))
+
+
+class WindowRing(Columns):
+    """A ring of window + slack columns. Until it wraps it is a full row, and costs as little as one."""
+
+    def __init__(self, codec: KVCodec, num_slots: int, window: int, slack: int) -> None:
+        super().__init__(codec, num_slots)
+        self.window = window
+        self.size = window + slack
+        self._wrapped = False
+
+    def begin(self, geometry: Geometry, capacity: int) -> None:
+        assert geometry.width <= self.size - self.window + 1, "a forward may not outrun the ring's slack"
+        self.geometry = geometry
+        self.capacity = max(self.capacity, min(capacity, self.size))
+        # An idle row may be longer than the active ones, so it decides too.
+        self._wrapped = max(geometry.end, max(geometry.starts) + geometry.width) > self.size
+        if self._wrapped:
+            self.capacity = self.size
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        g = self.geometry
+        if self._wrapped:
+            self._store(keys, values, g.positions % self.size)
+            return self._fetch(self.size)
+        self._store(keys, values, g.longest if g.uniform else g.positions)
+        return self._fetch(g.end)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        g, window = self.geometry, window_size or self.window
+        if self._wrapped:
+            return g.ring_mask(self.size, window)
+        if g.uniform and g.end <= window and not return_array:
+            return None if g.width == 1 else "causal"
+        return g.causal_mask(g.end, window)
+
+
+class RecurrentState:
+    """Arrays [slots, ...] that each step replaces (convolution tails, linear-attention and SSM states).
+
+    A snapshot is a reference, because MLX arrays are replaced and not mutated. A rewind restores the state from
+    before the forward and asks for the forward to be run again, masked to what was kept.
+    """
+
+    left_padding = None
+
+    def __init__(self, num_arrays: int, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.cache: list[mx.array | None] = [None] * num_arrays
+        self.geometry: Geometry
+        self._before: list[mx.array | None] = list(self.cache)
+
+    # -- what the graph sees: the rows of the forward in progress
+    def __getitem__(self, index: int) -> mx.array | None:
+        state = self.cache[index]
+        if state is None:
+            return None
+        group = self.geometry.group
+        return state if group.hi - group.lo == self.num_slots else state[group.lo : group.hi]
+
+    def __setitem__(self, index: int, new: mx.array) -> None:
+        group, old = self.geometry.group, self.cache[index]
+        if old is None:
+            old = mx.zeros((self.num_slots, *new.shape[1:]), new.dtype)
+        if not all(group.num_tokens):  # idle rows keep their state
+            active = mx.array([n > 0 for n in group.num_tokens]).reshape(-1, *[1] * (new.ndim - 1))
+            new = mx.where(active, new, old[group.lo : group.hi])
+        if group.hi - group.lo == self.num_slots:
+            self.cache[index] = new
+        else:
+            self.cache[index] = mx.concatenate([old[: group.lo], new, old[group.hi :]], axis=0)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def offset(self) -> mx.array | int:
+        return self.geometry.offset
+
+    @property
+    def lengths(self) -> mx.array | None:
+        return self.geometry.lengths
+
+    def advance(self, num_tokens: int) -> None:
+        pass  # the geometry of each forward is made anew
+
+    def make_mask(self, num_tokens: int) -> mx.array | None:
+        lengths = self.geometry.lengths
+        return None if lengths is None else mx.arange(num_tokens)[None] < lengths[:, None]
+
+    # -- what the batch does
+    def begin(self, geometry: Geometry, capacity: int) -> None:
+        self.geometry = geometry
+        self._before = list(self.cache)
+
+    def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
+        self.cache = list(self._before)
+        return False
+
+    def resize(self, num_slots: int) -> None:
+        def fit(state: mx.array | None) -> mx.array | None:
+            if state is None or not num_slots:
+                return None
+            if num_slots <= state.shape[0]:
+                return state[:num_slots]
+            pad = mx.zeros((num_slots - state.shape[0], *state.shape[1:]), state.dtype)
+            return mx.concatenate([state, pad], axis=0)
+
+        self.cache = [fit(state) for state in self.cache]
+        self.num_slots = num_slots
+
+    def _set_row(self, slot: int, rows: Sequence[mx.array | None]) -> None:
+        def put(state: mx.array | None, row: mx.array | None) -> mx.array | None:
+            if state is None and row is None:
+                return None
+            if state is None:
+                assert row is not None
+                state = mx.zeros((self.num_slots, *row.shape[1:]), row.dtype)
+            if row is None:
+                row = mx.zeros((1, *state.shape[1:]), state.dtype)
+            return mx.concatenate([state[:slot], row.astype(state.dtype), state[slot + 1 :]], axis=0)
+
+        self.cache = [put(state, row) for state, row in zip(self.cache, rows, strict=True)]
+
+    def move(self, source: int, target: int, num_tokens: int) -> None:
+        self._set_row(target, [None if s is None else s[source : source + 1] for s in self.cache])
+
+    def clear(self, slot: int) -> None:
+        self._set_row(slot, [None] * len(self.cache))
+
+    def snapshot(self, slot: int, num_tokens: int) -> Parts:
+        rows = tuple(mx.contiguous(s[slot : slot + 1]) for s in self.cache if s is not None)
+        mx.eval(rows)
+        return rows
+
+    def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
+        self._set_row(slot, list(parts) if parts else [None] * len(self.cache))
+
+    def arrays(self) -> list[mx.array]:
+        return [state for state in self.cache if state is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.arrays())

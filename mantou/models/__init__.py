@@ -1,0 +1,1 @@
+"""Model folders to runnable graphs: where they come from, how they load, how one forward runs."""

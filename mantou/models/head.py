@@ -1,0 +1,88 @@
+"""Runs the vocabulary head on the wanted positions only. Knows no requests.
+
+A prompt chunk needs the logits of its last position at most, and the head costs a fifth of a small model. mlx-lm graphs
+return logits of every position, so the module that projects onto the vocabulary is wrapped in place, and a probe after
+wrapping proves that it is the right one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_HEAD_NAMES = ("lm_head", "output", "embed_out", "head", "output_layer")
+
+
+class Selection:
+    """Which positions of the running forward reach the head: int32[B, K], or None for all."""
+
+    def __init__(self) -> None:
+        self.index: mx.array | None = None
+
+    def apply(self, hidden: mx.array) -> mx.array:
+        if self.index is None:
+            return hidden
+        return mx.take_along_axis(hidden, self.index[..., None], axis=1)
+
+
+class SelectedHead(nn.Module):
+    """A projection to the vocabulary behind a selection."""
+
+    def __init__(self, inner: nn.Module, selection: Selection) -> None:
+        super().__init__()
+        self.inner = inner
+        self._selection = selection
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        return self.inner(self._selection.apply(hidden))
+
+
+class SelectedEmbedding(nn.Module):
+    """A tied embedding: looks up as before, projects behind a selection."""
+
+    def __init__(self, inner: nn.Module, selection: Selection) -> None:
+        super().__init__()
+        self.inner = inner
+        self._selection = selection
+
+    @property
+    def weight(self) -> mx.array:
+        return self.inner.weight
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.inner(tokens)
+
+    def as_linear(self, hidden: mx.array) -> mx.array:
+        return self.inner.as_linear(self._selection.apply(hidden))
+
+
+def _candidates(module: nn.Module) -> list[tuple[nn.Module, str, type]]:
+    """(parent, attribute, wrapper) of everything that may be the head, outermost first."""
+    found: list[tuple[nn.Module, str, type]] = []
+    for _, parent in module.named_modules()[::-1]:
+        for name, child in parent.children().items():
+            if not isinstance(child, nn.Module):
+                continue
+            if name in _HEAD_NAMES:
+                found.append((parent, name, SelectedHead))
+            elif hasattr(child, "as_linear"):
+                found.append((parent, name, SelectedEmbedding))
+    return sorted(found, key=lambda item: item[2] is SelectedEmbedding)
+
+
+def install(module: Any) -> Selection | None:
+    """Wraps the head of a loaded graph. None if no module of it turns out to be the head: then all positions project."""
+    selection = Selection()
+    tokens = mx.zeros((1, 2), mx.int32)
+    for parent, name, wrapper in _candidates(module):
+        original = parent[name]
+        parent[name] = wrapper(original, selection)
+        selection.index = mx.zeros((1, 1), mx.int32)
+        width = module(tokens).shape[1]  # shapes are known without evaluating anything
+        selection.index = None
+        if width == 1:
+            return selection
+        parent[name] = original
+    return None

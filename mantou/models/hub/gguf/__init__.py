@@ -1,0 +1,7 @@
+"""GGUF files turned into MLX model folders. Knows no network and no cache: one file in, one folder out."""
+
+from __future__ import annotations
+
+from mantou.models.hub.gguf.convert import CONVERTER_VERSION, convert, measure
+
+__all__ = ["CONVERTER_VERSION", "convert", "measure"]

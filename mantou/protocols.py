@@ -1,0 +1,191 @@
+"""The seams of mantou on one page. Read it to see how the axes compose; `build.py` picks what stands behind each.
+
+Shapes use B rows, T positions a row, V vocabulary, H heads, D head dimension.
+"Off" is always a null object (`NoDraft`, `NoStore`, `NoConstraint`, ...), never a branch in the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mantou.data import Request, Sampling, TokenEvent
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+
+# ------------------------------------------------------------------ engine <-> world
+class Mailbox(Protocol):
+    """Where a step's events go. Called once a step on the model thread, so it must not block."""
+
+    def put(self, events: Sequence[TokenEvent]) -> None: ...
+
+
+# ------------------------------------------------------------------ planning (pure)
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the scheduler may know of a sequence: lengths only."""
+
+    id: str
+    slot: int  # -1 while waiting
+    num_pending: int  # tokens known but not yet in the KV: > 1 is prefill, 1 is decode
+    num_left: int  # tokens that may still be generated
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    admit: tuple[str, ...]  # waiting ids that join now, in order
+    num_tokens: Mapping[str, int]  # running or admitted id -> known tokens it feeds this step
+
+
+class Scheduler(Protocol):
+    """Decides who runs and how much. Pure: same loads, same plan."""
+
+    def plan(self, waiting: Sequence[Load], running: Sequence[Load], chunk: int) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One forward: the contiguous slots [lo, lo + len(num_tokens)), right-padded to `width` positions.
+
+    num_tokens[i] counts the valid positions of slot lo + i; 0 marks an idle slot whose KV must not change.
+    """
+
+    lo: int
+    width: int
+    num_tokens: tuple[int, ...]
+
+    @property
+    def hi(self) -> int:
+        return self.lo + len(self.num_tokens)
+
+
+# ------------------------------------------------------------------ sampling
+class Sampler(Protocol):
+    """Draws the tokens of all rows and positions in one call; a draw depends on its own row and position only."""
+
+    def wants_history(self, sampling: Sampling) -> bool:
+        """Whether a row's draws read its tokens so far, so that the host must know them first."""
+        ...
+
+    def prepare(self, rows: Sequence[Sampling | None]) -> Any:
+        """The rows' wishes (None = idle) as device arrays, made once per batch composition."""
+        ...
+
+    def draw(
+        self,
+        logits: mx.array,
+        params: Any,
+        positions: Sequence[Sequence[int]],
+        *,
+        history: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
+        allowed: Sequence[tuple[int, int, Any]] = (),
+    ) -> Any:
+        """logits [B, T, V] -> lazy tokens int32[B, T] and log-probabilities.
+
+        positions[b][t]: absolute position of the drawn token; history[b]: (tokens so far, draft);
+        allowed: (row, position, uint8[V]) of what constraints allow.
+        """
+        ...
+
+
+class Constraint(Protocol):
+    """What tokens a row may take next (a grammar, a forced span). Rewindable, so that drafts need no special case."""
+
+    def mask(self) -> Any | None:
+        """uint8[V], 1 = allowed, for the position after all advanced tokens; None = everything allowed."""
+        ...
+
+    def advance(self, token: int) -> None: ...
+    def rewind(self, num_tokens: int) -> None: ...
+
+
+class Constraints(Protocol):
+    """Makes the constraint of a request; None means that the row never needs the host."""
+
+    def make(self, request: Request) -> Constraint | None: ...
+
+
+# ------------------------------------------------------------------ speculation
+class DraftProvider(Protocol):
+    """Guesses the next tokens of a row. Wrong guesses cost time, never correctness."""
+
+    wants_hidden: bool
+
+    def width(self, request: Request) -> int:
+        """Most tokens that `propose` may return for this request; 0 keeps the row in the pipelined path."""
+        ...
+
+    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]: ...
+    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None: ...
+    def release(self, request: Request) -> None: ...
+
+
+# ------------------------------------------------------------------ KV
+class KVCodec(Protocol):
+    """How keys and values are stored. `unpack(pack(x))` is what attention sees, for every batch alike."""
+
+    name: str
+
+    def pack(self, x: mx.array) -> tuple[mx.array, ...]:
+        """[B, H, T, D] -> parts that share the first three axes."""
+        ...
+
+    def unpack(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array: ...
+    def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
+
+
+class Snapshot(Protocol):
+    """The KV of one row up to `num_tokens`, detached from its slot."""
+
+    num_tokens: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """Everything besides tokens that the stored numbers depend on. Nothing may be served under another key."""
+
+    model: str
+    adapters: tuple[str, ...]
+    codec: str
+    provider: str
+
+
+class PrefixStore(Protocol):
+    """Finds KV that was computed before. A composite of stores is itself a store."""
+
+    def match(self, key: CacheKey, tokens: Sequence[int]) -> Snapshot | None:
+        """The longest stored prefix of `tokens` (at most len - 1 tokens, so that one is left to run)."""
+        ...
+
+    def put(self, key: CacheKey, tokens: Sequence[int], snapshot: Snapshot) -> None: ...
+    def shrink(self, nbytes: int) -> int: ...
+
+    @property
+    def wants(self) -> bool:
+        """Whether snapshots are worth taking at all."""
+        ...
+
+
+# ------------------------------------------------------------------ adapters
+class Adapters(Protocol):
+    """Per-row weight changes. `bind` sets the adapters of each row of the next forward."""
+
+    def bind(self, rows: Sequence[tuple[str, ...]]) -> None: ...
+    def revision(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Content revisions, for the CacheKey. Raises BadRequest for an unknown name."""
+        ...
+
+
+# ------------------------------------------------------------------ device
+class DeviceOps(Protocol):
+    """One device's own implementation of a model's building blocks; plain MLX is the oracle and the fallback."""
+
+    name: str
+
+    def install(self, model: Any) -> Sequence[str]:
+        """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
+        ...

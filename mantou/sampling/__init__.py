@@ -1,0 +1,1 @@
+"""From logits to tokens, for all rows and positions of a step at once."""

@@ -1,0 +1,129 @@
+"""One call draws every row's tokens of a step, on the device. A draw depends on its own row and position only.
+
+Greedy rows and sampled rows share one formula: argmax(score), where score is the processed logits for a greedy row
+and logits / temperature + Gumbel(seed, position) for a sampled one. Filters only mask scores, so that a row's numbers
+are the same whichever stages its neighbours switch on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mantou.data import Sampling
+from mantou.sampling import filters, noise
+from mantou.sampling.params import RowParams, make_params, wants_history
+from mantou.sampling.processors import History, apply_bias, apply_penalties
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Lazy device arrays: tokens int32[B, T]; log-probabilities if some row asked, else None."""
+
+    tokens: mx.array
+    logprobs: mx.array | None = None  # float32[B, T]
+    top_tokens: mx.array | None = None  # int32[B, T, K], most likely first
+    top_logprobs: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        found = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
+        return [array for array in found if array is not None]
+
+
+def _tone_curve(logits: mx.array, params: RowParams) -> mx.array:
+    """The HLG curve around a pivot below the most likely token: linear inside `width`, logarithmic beyond (spec B5)."""
+    width, shoulder, toe, pivot = params.curve
+    gain = params.inverse_temperature
+    z = logits - (logits.max(axis=-1, keepdims=True) - pivot)
+    soft = mx.maximum(shoulder, 1e-9)
+    hard = mx.maximum(toe, 1e-9)
+    high = gain * width + gain * soft * mx.log1p(mx.maximum(z - width, 0) / soft)
+    low = -gain * width - gain * hard * mx.log1p(mx.maximum(-z - width, 0) / hard)
+    linear = gain * z
+    out = mx.where((z > width) & (shoulder > 0), high, linear)
+    out = mx.where((z < -width) & (toe > 0), low, out)
+    return mx.where(mx.isinf(logits), logits, out)
+
+
+def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.array:
+    scores = logits * params.inverse_temperature
+    if params.any_curve:
+        scores = mx.where(mx.isinf(params.curve[0]), scores, _tone_curve(logits, params))
+    scores = scores + noise.gumbel(params.words, positions, logits.shape[-1])
+    allowed = filters.allowed(logits, params, positions)
+    if allowed is not None:
+        scores = mx.where(allowed, scores, -mx.inf)
+    return mx.where(params.sampled, scores, logits)
+
+
+def _constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
+    """bool[B, T, V] from (row, position, uint8[V]) entries; everything else is allowed."""
+    mask = np.ones(tuple(shape), np.bool_)
+    for row, position, entries in allowed:
+        mask[row, position] = entries
+    return mx.array(mask)
+
+
+class DeviceSampler:
+    """The Sampler seam over `make_params` and `sample`."""
+
+    def wants_history(self, sampling: Sampling) -> bool:
+        return wants_history(sampling)
+
+    def prepare(self, rows: Sequence[Sampling | None]) -> RowParams:
+        return make_params(rows)
+
+    def draw(
+        self,
+        logits: mx.array,
+        params: RowParams,
+        positions: Sequence[Sequence[int]],
+        *,
+        history: History = (),
+        allowed: Sequence[tuple[int, int, Any]] = (),
+    ) -> Draw:
+        where = mx.array(positions, dtype=mx.uint32) if params.any_sampled else None
+        mask = _constraint_mask(allowed, logits.shape) if allowed else None
+        return sample(logits, params, where, history, mask)
+
+
+def sample(
+    logits: mx.array,
+    params: RowParams,
+    positions: mx.array | None,
+    history: History = (),
+    mask: mx.array | None = None,
+) -> Draw:
+    """Draws one token for each row and position.
+
+    logits [B, T, V] in any float dtype; positions uint32[B, T]: absolute position of the token that is drawn, needed if
+    some row samples; history: each row's tokens and draft, needed if some row has penalties; mask bool[B, T, V]: what
+    constraints allow.
+    """
+    logits = logits.astype(mx.float32)
+    if params.any_bias:
+        logits = apply_bias(logits, params)
+    if params.any_history:
+        logits = apply_penalties(logits, params, history)
+    if mask is not None:
+        logits = mx.where(mask, logits, -mx.inf)
+    scores = logits
+    if params.any_sampled:
+        assert positions is not None, "a sampled row's noise is keyed by position"
+        scores = _scores(logits, params, positions)
+    tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
+    if params.max_logprobs < 0:
+        return Draw(tokens)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    if not params.max_logprobs:
+        return Draw(tokens, chosen)
+    best = mx.argpartition(-logprobs, kth=params.max_logprobs - 1, axis=-1)[..., : params.max_logprobs]
+    values = mx.take_along_axis(logprobs, best, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    top = mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
+    return Draw(tokens, chosen, top, mx.take_along_axis(values, order, axis=-1))

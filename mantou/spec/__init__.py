@@ -1,0 +1,1 @@
+"""Draft providers: who guesses the next tokens of a row."""

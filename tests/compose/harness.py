@@ -1,0 +1,110 @@
+"""Drives a Step without threads: the same requests under any combination of axes, in any order of arrival."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from mantou.cache.none import NoStore
+from mantou.data import Request, Sampling, TokenEvent
+from mantou.engine.none import NoAdapters, NoConstraints
+from mantou.engine.scheduler import FairScheduler
+from mantou.engine.shapes import Shapes
+from mantou.engine.step import Axes, Step
+from mantou.kv.codecs import make_codec
+from mantou.models.load import LoadedModel, describe
+from mantou.models.runner import Runner
+from mantou.protocols import CacheKey
+from mantou.sampling.sampler import DeviceSampler
+from mantou.spec.none import NoDraft
+
+from .families import FAMILIES, tiny
+
+VOCAB = 97
+
+
+@cache
+def model(family: str, seed: int = 0) -> LoadedModel:
+    return describe(tiny(family, seed), FAMILIES[family], family)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix. The defaults are the plain single-row run that every other cell must equal."""
+
+    family: str = "llama"
+    rows: int = 1
+    chunk: int = 512
+    codec: str = "off"
+    bucketed: bool = False
+    provider: Any = field(default_factory=NoDraft)
+    store: Any = field(default_factory=NoStore)
+    constraints: Any = field(default_factory=NoConstraints)
+    scheduler: Any = None
+    seed: int = 0
+
+
+def make_step(case: Case) -> Step:
+    loaded = model(case.family, case.seed)
+    runner = Runner(loaded, make_codec(case.codec), max_width=case.chunk)
+    axes = Axes(
+        scheduler=case.scheduler or FairScheduler(case.rows),
+        sampler=DeviceSampler(),
+        provider=case.provider,
+        constraints=case.constraints,
+        store=case.store,
+        adapters=NoAdapters(),
+        cache_key=lambda adapters: CacheKey(case.family, adapters, case.codec, "none"),
+    )
+    return Step(runner, axes, Shapes(case.bucketed), context_length=4096)
+
+
+def prompts(vocab: int = VOCAB, lengths: Sequence[int] = (5, 41, 17, 70, 9, 1)) -> list[tuple[int, ...]]:
+    dice = random.Random(1)
+    return [tuple(dice.randrange(vocab) for _ in range(n)) for n in lengths]
+
+
+def requests(sampling: Sampling | Sequence[Sampling], num_tokens: int = 24, **changes: Any) -> list[Request]:
+    wishes = [sampling] * 6 if isinstance(sampling, Sampling) else list(sampling)
+    return [
+        replace(Request(f"r{i}", prompt, replace(wish, seed=11 + i), max_tokens=num_tokens - i), **changes)
+        for i, (prompt, wish) in enumerate(zip(prompts(), wishes, strict=False))
+    ]
+
+
+@dataclass
+class Outcome:
+    tokens: dict[str, list[int]]
+    events: list[TokenEvent]
+    step: Step
+
+    def finish(self, request_id: str) -> str | None:
+        return next(e.finish for e in self.events if e.request_id == request_id and e.finish)
+
+
+def run(case: Case, wanted: Sequence[Request], arrivals: Mapping[str, int] | None = None, cancel: Mapping[str, int] | None = None) -> Outcome:
+    """Runs requests to the end. `arrivals`: id -> step at which it arrives; `cancel`: id -> step at which it goes."""
+    step = make_step(case)
+    arrivals, cancel = dict(arrivals or {}), dict(cancel or {})
+    events: list[TokenEvent] = []
+    tick, left = 0, list(wanted)
+    while left or step.busy:
+        for request in [r for r in left if arrivals.get(r.id, 0) <= tick]:
+            step.submit(request)
+            left.remove(request)
+        for request_id in [i for i, at in cancel.items() if at == tick]:
+            step.cancel(request_id)
+        step.advance()
+        events += step.take_events()
+        tick += 1
+        assert tick < 5000, "the engine makes no progress"
+    step.land()
+    events += step.take_events()
+    step.check_integrity()
+    tokens: dict[str, list[int]] = {r.id: [] for r in wanted}
+    for event in events:
+        tokens[event.request_id] += event.tokens
+    return Outcome(tokens, events, step)

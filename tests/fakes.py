@@ -1,0 +1,120 @@
+"""A fake for each seam of protocols.py: small, deterministic, honest about the contract."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mantou.data import Request, TokenEvent
+from mantou.protocols import CacheKey
+
+
+class Inbox:
+    """A mailbox that keeps everything."""
+
+    def __init__(self) -> None:
+        self.events: list[TokenEvent] = []
+        self.wakeups = 0
+
+    def put(self, events: Sequence[TokenEvent]) -> None:
+        self.wakeups += 1
+        self.events.extend(events)
+
+
+class NoisyOracle:
+    """Proposes a row's known continuation, each token right with probability `rate`: rows accept differently."""
+
+    wants_hidden = False
+
+    def __init__(self, continuations: dict[str, Sequence[int]], rate: float, vocab: int, width: int = 5) -> None:
+        self.continuations, self.rate, self.vocab, self._width = continuations, rate, vocab, width
+        self.accepted: list[int] = []
+
+    def width(self, request: Request) -> int:
+        return self._width if request.id in self.continuations else 0
+
+    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]:
+        done = len(tokens) - len(request.prompt)
+        dice = random.Random(f"{request.id}{done}")
+        right = self.continuations[request.id][done : done + dice.randint(0, width)]
+        return [t if dice.random() < self.rate else (t + 1) % self.vocab for t in right]
+
+    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None:
+        self.accepted.append(num_accepted)
+
+    def release(self, request: Request) -> None:
+        pass
+
+
+class DictStore:
+    """Whole sequences in a dict; only exact stored prefixes match, so it serves every layout."""
+
+    wants = True
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[CacheKey, tuple[int, ...]], Any] = {}
+        self.hits = 0
+
+    def match(self, key: CacheKey, tokens: Sequence[int]) -> Any | None:
+        for length in range(len(tokens) - 1, 0, -1):
+            found = self.entries.get((key, tuple(tokens[:length])))
+            if found is not None:
+                self.hits += 1
+                return found
+        return None
+
+    def put(self, key: CacheKey, tokens: Sequence[int], snapshot: Any) -> None:
+        self.entries[key, tuple(tokens)] = snapshot
+
+    def shrink(self, nbytes: int) -> int:
+        self.entries.clear()
+        return 0
+
+
+class Modulo:
+    """A constraint: after n tokens only tokens with token % modulus == n % modulus are allowed."""
+
+    def __init__(self, vocab: int, modulus: int = 3) -> None:
+        self.vocab, self.modulus, self.advanced = vocab, modulus, 0
+
+    def mask(self) -> np.ndarray:
+        return (np.arange(self.vocab) % self.modulus == self.advanced % self.modulus).astype(np.uint8)
+
+    def advance(self, token: int) -> None:
+        assert token % self.modulus == self.advanced % self.modulus, "a forbidden token came through"
+        self.advanced += 1
+
+    def rewind(self, num_tokens: int) -> None:
+        self.advanced -= num_tokens
+
+
+class Exploding:
+    """A constraint that raises after `after` tokens."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def mask(self) -> None:
+        return None
+
+    def advance(self, token: int) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("planted fault")
+
+    def rewind(self, num_tokens: int) -> None:
+        self.left += num_tokens
+
+
+class ConstraintsFor:
+    """Makes constraints by request id."""
+
+    def __init__(self, makers: dict[str, Callable[[], Any]]) -> None:
+        self.makers = makers
+
+    def make(self, request: Request) -> Any | None:
+        maker = self.makers.get(request.id)
+        return maker() if maker else None
