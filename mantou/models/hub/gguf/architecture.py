@@ -108,7 +108,9 @@ def build_config(
     `shapes` are the tensors of the file; `rope_factors` the per-frequency divisors of Llama 3, if the file has them.
     """
     name = architecture.name
-    missing = [part for part in architecture.required(metadata.integer(f"{name}.block_count")) if part not in shapes]
+    missing = [
+        part for part in architecture.required(metadata.integer(f"{name}.block_count")) if part not in shapes
+    ]
     if missing:
         raise metadata.error(f"it has no tensor {missing[0]}")
     heads = metadata.integer(f"{name}.attention.head_count")
@@ -132,7 +134,9 @@ def build_config(
     }
     rotary = metadata.integer(f"{name}.rope.dimension_count", config["head_dim"])
     if rotary != config["head_dim"]:
-        raise metadata.error(f"rotary over {rotary} of {config['head_dim']} dimensions is not known for {name}")
+        raise metadata.error(
+            f"rotary over {rotary} of {config['head_dim']} dimensions is not known for {name}"
+        )
     scaling = _rope_scaling(metadata, name, config, rope_factors)
     if scaling is not None:
         config["rope_scaling"] = scaling

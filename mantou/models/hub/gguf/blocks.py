@@ -85,7 +85,7 @@ def _half(data: Bytes) -> Floats:
 
 def _nibbles(data: Bytes) -> Bytes:
     """ggml keeps values 0..15 of a block in the low halves of its 16 bytes and 16..31 in the high halves."""
-    return np.concatenate([data & 15, data >> 4], axis=-1)
+    return np.concatenate([data & np.uint8(15), data >> np.uint8(4)], axis=-1)
 
 
 def _signed(data: Bytes) -> npt.NDArray[np.int8]:

@@ -106,21 +106,26 @@ def _plan(file: GgufFile, metadata: Metadata) -> tuple[arch.Config, list[Step]]:
     shapes = {name: info.shape for name, info in file.tensors.items()}
     factors = None
     if arch.ROPE_FACTORS in file.tensors:
-        factors = dequantize(file.read(arch.ROPE_FACTORS), file.tensors[arch.ROPE_FACTORS].type).ravel().tolist()
+        factors = (
+            dequantize(file.read(arch.ROPE_FACTORS), file.tensors[arch.ROPE_FACTORS].type).ravel().tolist()
+        )
     config = arch.build_config(architecture, metadata, shapes, factors)
     steps = [
-        _step(architecture, config, metadata, info) for name, info in file.tensors.items() if name != arch.ROPE_FACTORS
+        _step(architecture, config, metadata, info)
+        for name, info in file.tensors.items()
+        if name != arch.ROPE_FACTORS
     ]
     return config, steps
 
 
 def _step(architecture: arch.Architecture, config: arch.Config, metadata: Metadata, info: TensorInfo) -> Step:
     name = architecture.mlx_name(info.name)
-    if name is None or len(info.shape) > 2:
+    num_rows, num_dims = info.shape[0], len(info.shape)
+    if name is None or num_dims > 2:
         raise metadata.error(f"tensor {info.name} is not known for architecture {architecture.name}")
     heads = architecture.rotary_heads(info.name, config)
-    if heads and info.shape[0] % (2 * heads):
-        raise metadata.error(f"tensor {info.name} has {info.shape[0]} rows for {heads} heads")
+    if heads and num_rows % (2 * heads):
+        raise metadata.error(f"tensor {info.name} has {num_rows} rows for {heads} heads")
     is_norm = info.name.endswith("norm.weight")
     return Step(info, name, heads, architecture.norm_offset if is_norm else 0.0)
 
@@ -130,7 +135,9 @@ def _write_weights(folder: Path, file: GgufFile, steps: list[Step], advance: Cal
     shards = list(_shards(steps))
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        name = (
+            "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        )
         tensors: list[Tensor] = []
         for step in shard:
             tensors += _tensors(step, file.read(step.source.name))
@@ -221,7 +228,9 @@ def _quantization(steps: list[Step]) -> dict[str, Any] | None:
     if not bits:
         return None
     main = Counter(bits.values()).most_common(1)[0][0]
-    others = {name: {"group_size": GROUP_SIZE, "bits": width} for name, width in bits.items() if width != main}
+    others = {
+        name: {"group_size": GROUP_SIZE, "bits": width} for name, width in bits.items() if width != main
+    }
     return {"group_size": GROUP_SIZE, "bits": main, "mode": "affine", **others}
 
 

@@ -8,7 +8,6 @@ file before it is used, so that a cut or corrupt file ends in a ModelError and n
 from __future__ import annotations
 
 import math
-import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -76,7 +75,7 @@ class GgufFile:
         """Raises ModelError if the file is not GGUF v2/v3, is cut off, or holds a tensor type that is not read."""
         self.path = path
         try:
-            self._size = os.path.getsize(path)
+            self._size = path.stat().st_size
             self._file: BufferedReader = path.open("rb")
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
@@ -92,7 +91,7 @@ class GgufFile:
         raw = np.empty(info.num_bytes, np.uint8)
         try:
             self._file.seek(info.offset)
-            num_read = self._file.readinto(memoryview(raw))
+            num_read = self._file.readinto(raw.data)
         except OSError as error:
             raise ModelError(f"{self.path} cannot be read: {error.strerror}.") from error
         if num_read != info.num_bytes:
@@ -106,13 +105,17 @@ class GgufFile:
     def __enter__(self) -> GgufFile:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     # -------------------------------------------------------------- header
     def _read_header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         if self._take(4) != b"GGUF":
-            raise ModelError(f"{self.path.name} is not a GGUF file; give a .gguf file or an MLX model folder.")
+            raise ModelError(
+                f"{self.path.name} is not a GGUF file; give a .gguf file or an MLX model folder."
+            )
         (version,) = self._unpack("<I")
         if version not in (2, 3):
             raise ModelError(
@@ -216,4 +219,6 @@ class GgufFile:
             raise self._broken("a text in its header is not UTF-8") from None
 
     def _broken(self, what: str) -> ModelError:
-        return ModelError(f"{self.path.name} is corrupt or cut off ({what}); download or copy the file again.")
+        return ModelError(
+            f"{self.path.name} is corrupt or cut off ({what}); download or copy the file again."
+        )

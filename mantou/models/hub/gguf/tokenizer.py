@@ -21,7 +21,16 @@ _SPACE = "\u2581"  # SentencePiece's visible space
 
 # Tokens that end a turn in the known chat formats: a model may say any of them, whatever its `eos_token_id` is.
 _END_OF_TURN = frozenset(
-    {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "</s>"}
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|eom_id|>",
+        "</s>",
+    }
 )
 
 _LLAMA3_SPLIT = (
@@ -85,7 +94,9 @@ def end_ids(metadata: Metadata) -> list[int]:
     named = [special_id(metadata, role) for role in ("eos", "eot", "eom")]
     tokens, types = _vocabulary(metadata)
     by_text = [
-        token for token, text in enumerate(tokens) if text in _END_OF_TURN and types[token] in (_CONTROL, _USER_DEFINED)
+        token
+        for token, text in enumerate(tokens)
+        if text in _END_OF_TURN and types[token] in (_CONTROL, _USER_DEFINED)
     ]
     return list(dict.fromkeys(token for token in (*named, *by_text) if token is not None))
 
@@ -190,7 +201,9 @@ def _sentence_piece(metadata: Metadata) -> Tokenizer:
     )
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if metadata.flag("tokenizer.ggml.add_space_prefix", True):
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)]
+        )
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
@@ -198,7 +211,9 @@ def _sentence_piece(metadata: Metadata) -> Tokenizer:
     return tokenizer
 
 
-def _merges_of_scores(vocabulary: dict[str, int], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges_of_scores(
+    vocabulary: dict[str, int], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
     """Every way to join two pieces into a third, best score first: what SentencePiece does greedily."""
     rules: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for text, token in vocabulary.items():
@@ -217,7 +232,11 @@ def _add_tokens(tokenizer: Tokenizer, metadata: Metadata, kind: str) -> None:
     from tokenizers import AddedToken
 
     tokens, types = _vocabulary(metadata)
-    special = [AddedToken(text, special=True, normalized=False) for text, t in zip(tokens, types, strict=True) if t == 3]
+    special = [
+        AddedToken(text, special=True, normalized=False)
+        for text, t in zip(tokens, types, strict=True)
+        if t == 3
+    ]
     # A user-defined run of spaces is written with visible spaces, so it matches the text after normalisation only.
     in_normalized = kind == "llama" and not metadata.flag("tokenizer.ggml.add_space_prefix", True)
     user_defined = [

@@ -1,0 +1,5 @@
+"""`python -m mantou` is `mantou`."""
+
+from mantou.cli import main
+
+main()

