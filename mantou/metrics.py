@@ -8,8 +8,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # Seconds. Decode on a CPU and on an H200 lie three orders of magnitude apart, so the buckets span both.
-_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_FIRST_TOKEN_S = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_INTER_TOKEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+)
 _END_TO_END_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
@@ -50,4 +89,6 @@ class ServerMetrics:
     inter_token_s: Histogram = field(default_factory=lambda: Histogram(_INTER_TOKEN_S))
     end_to_end_s: Histogram = field(default_factory=lambda: Histogram(_END_TO_END_S))
     finished: Counter[str] = field(default_factory=Counter[str])  # stop | length | abort | error -> sequences
-    rejected: Counter[str] = field(default_factory=Counter[str])  # error code -> requests refused before they ran
+    rejected: Counter[str] = field(
+        default_factory=Counter[str]
+    )  # error code -> requests refused before they ran

@@ -65,11 +65,12 @@ class Task:
             self._samples = deque([(time.monotonic(), 0)])
         self._changed(self)
 
-    def file(self, name: str | None, *, finished: int = 0) -> None:
-        """Names the file in work and counts `finished` files as done."""
+    def file(self, name: str | None, *, finished: int = 0, files: int | None = None) -> None:
+        """Names the file in work, counts `finished` files as done, and corrects the number of files."""
         with self._lock:
             self._file = name
             self._files_done += finished
+            self._files_total = self._files_total if files is None else files
         self._changed(self)
 
     def advance(self, num_bytes: int, *, total_bytes: int | None = None) -> None:
@@ -126,7 +127,9 @@ class Task:
     def __enter__(self) -> Task:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if error is None:
             self.done()
         else:

@@ -29,7 +29,9 @@ class NoisyOracle:
 
     wants_hidden = False
 
-    def __init__(self, continuations: dict[str, Sequence[int]], rate: float, vocab: int, width: int = 5) -> None:
+    def __init__(
+        self, continuations: dict[str, Sequence[int]], rate: float, vocab: int, width: int = 5
+    ) -> None:
         self.continuations, self.rate, self.vocab, self._width = continuations, rate, vocab, width
         self.accepted: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Who decides a setting that the caller left open: request, then server flags, then the model, then a fallback. Pure."""
+"""Who decides a setting: the request, then the server's flags, then the model, then a fallback. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def sampling(
         xtc_probability=_first(ask.xtc_probability, 0.0),
         xtc_threshold=_first(ask.xtc_threshold, 0.0),
         logit_bias=ask.logit_bias,
-        repetition_penalty=_off_at_one(_first(ask.repetition_penalty, _number(published, "repetition_penalty"), 0.0)),
+        repetition_penalty=_off_at_one(
+            _first(ask.repetition_penalty, _number(published, "repetition_penalty"), 0.0)
+        ),
         repetition_context_size=int(_first(ask.repetition_context_size, unset.repetition_context_size)),
         presence_penalty=_first(ask.presence_penalty, 0.0),
         presence_context_size=int(_first(ask.presence_context_size, unset.presence_context_size)),

@@ -117,18 +117,20 @@ class Generation:
 
     def start(self) -> None:
         """Submits every row or none. Raises what the engine raises: QueueFull, EngineStopped, BadRequest."""
-        submitted: list[str] = []
+        submitted: set[str] = set()
         try:
             for row in self._rows.values():
                 self._engine.submit(row.plan.request)
-                submitted.append(row.plan.request.id)
+                submitted.add(row.plan.request.id)
         except MantouError as error:
             self._metrics.rejected[error.code or error.type] += 1
-            self._running = set(submitted)
-            self.close()
             if isinstance(error, QueueFull) and submitted:
-                raise QueueFull(f"{error.message} {len(self._rows)} answers at once need as many places.") from None
+                raise QueueFull(f"{error.message} {len(self._rows)} answers need as many places.") from None
             raise
+        finally:
+            if len(submitted) < len(self._rows):
+                self._running = submitted
+                self.close()
 
     @property
     def finished(self) -> bool:
@@ -182,7 +184,7 @@ class Generation:
     def usage(self) -> Usage:
         """The bill of the whole response: every prompt once, every answer. Needs all rows to have ended."""
         ended = [(row.plan.prompt, row.usage) for row in self._rows.values() if row.usage is not None]
-        first = {prompt: usage for prompt, usage in reversed(ended)}
+        first = dict(reversed(ended))
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in first.values()),
             completion_tokens=sum(usage.completion_tokens for _, usage in ended),

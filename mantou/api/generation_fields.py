@@ -54,9 +54,9 @@ class GenerationAsk:
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list):
+    if not isinstance(value, str | list):
         raise wrong(name, "a string or a list of strings", value)
+    found: list[Any] = [value] if isinstance(value, str) else value
     for index, entry in enumerate(found):
         if not isinstance(entry, str):
             raise BadRequest(f"{name}[{index}] must be a string, got {kind_of(entry)}.", param=name)
@@ -72,7 +72,9 @@ def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     entries: list[tuple[int, float]] = []
     for key, bias in value.items():
         if not re.fullmatch(r"[0-9]{1,9}", key):
-            raise BadRequest(f"{name} needs token ids as keys, and one of them is not a whole number.", param=name)
+            raise BadRequest(
+                f"{name} needs token ids as keys, and one of them is not a whole number.", param=name
+            )
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise BadRequest(f"{name}[{key}] must be a number, got {kind_of(bias)}.", param=name)
         if not -HUGE <= bias <= HUGE:
@@ -101,11 +103,11 @@ def _curve(value: Any, name: str) -> CurveAsk:
     if not isinstance(value, dict):
         raise wrong(name, "an object", value)
     try:
-        said = {entry.name: entry.read(value) for entry in _CURVE}
+        said: dict[str, Any] = {entry.name: entry.read(value) for entry in _CURVE}
     except BadRequest as error:
         raise BadRequest(f"{name}.{error.message}", param=f"{name}.{error.param}") from None
-    said["enabled"] = said["enabled"] is not False
-    return CurveAsk(**said)
+    enabled = said.pop("enabled") is not False
+    return CurveAsk(enabled=enabled, **said)
 
 
 STREAM = Boolean("stream", "Send the answer as server-sent events while it is made.")
@@ -117,7 +119,9 @@ STOP = Shaped(
     _stop,
     {"type": ["string", "array", "null"], "items": {"type": "string"}},
 )
-MAX_TOKENS = Integer("max_tokens", "Most tokens to generate; silent = until the model ends or the context is full.", 1)
+MAX_TOKENS = Integer(
+    "max_tokens", "Most tokens to generate; silent = until the model ends or the context is full.", 1
+)
 MAX_COMPLETION_TOKENS = Integer("max_completion_tokens", "The same as max_tokens, and wins over it.", 1)
 CURVE = Shaped(
     "hlg",
@@ -131,7 +135,9 @@ LOGIT_BIAS = Shaped(
     _logit_bias,
     {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
 )
-ADAPTER = Shaped("adapter", "An adapter's id, several as a+b, or none.", _adapters, {"type": ["string", "null"]})
+ADAPTER = Shaped(
+    "adapter", "An adapter's id, several as a+b, or none.", _adapters, {"type": ["string", "null"]}
+)
 MODEL = Text("model", "Ignored: the server answers with the model it has loaded.")
 
 # Read straight into the attribute of the same name.

@@ -108,8 +108,10 @@ class GenerationRoute:
                     await writer.open()
                     await writer.keep_alive()
             return begin.result()
-        finally:
-            begin.cancel()  # no effect once it is done
+        except (ClientGone, asyncio.CancelledError):
+            begin.cancel()
+            begin.add_done_callback(_abandon)
+            raise
 
     # ------------------------------------------------------------------ not streamed
     async def _whole(
@@ -144,7 +146,7 @@ class GenerationRoute:
                 await writer.close(job.encoder.done(generation.usage()))
             finally:
                 generation.close()
-        except (ClientGone, asyncio.CancelledError):
+        except ClientGone:
             raise
         except Exception as error:  # whatever it is, a stream that is open already must end with the reason
             if not writer.opened:
@@ -168,10 +170,16 @@ class GenerationRoute:
                 parts.append(encoder.text(index, event))
                 if event.finish is not None:
                     ended += 1
-                    last = generation.finished and ended == generation.num_rows
+                    last = ended == generation.num_rows
                     parts.append(encoder.finish(index, event.finish, generation.usage() if last else None))
             written = b"".join(parts)
             if written:
                 await writer.write(written)
             elif writer.due:
                 await writer.keep_alive()
+
+
+def _abandon(begin: asyncio.Future[tuple[Job, Generation]]) -> None:
+    """Nobody waits for this start any more: whatever it came to, no row may keep running."""
+    if not begin.cancelled() and begin.exception() is None:
+        begin.result()[1].close()

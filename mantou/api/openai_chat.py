@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from mantou.api import defaults
-from mantou.api.fields import Boolean, Field, Integer, Object, Schema, Shaped, Text, kind_of, properties, wrong
+from mantou.api.fields import (
+    Boolean,
+    Field,
+    Integer,
+    Object,
+    Schema,
+    Shaped,
+    Text,
+    kind_of,
+    properties,
+    wrong,
+)
 from mantou.api.generation import Answer
 from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
 from mantou.api.openai_logprobs import chat_logprobs
@@ -69,12 +80,18 @@ _MESSAGES = Shaped(
     {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
 )
 _TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
-_TOOL_CHOICE = Shaped("tool_choice", "`none` leaves the tools out.", _tool_choice, {"type": ["string", "object", "null"]})
+_TOOL_CHOICE = Shaped(
+    "tool_choice", "`none` leaves the tools out.", _tool_choice, {"type": ["string", "object", "null"]}
+)
 _KWARGS = Object("chat_template_kwargs", "Further variables for the chat template, such as enable_thinking.")
-_EFFORT = Text("reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS)
+_EFFORT = Text(
+    "reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS
+)
 _FORMAT = Shaped("response_format", "Only type text for now.", _response_format, {"type": ["object", "null"]})
 _LOGPROBS = Boolean("logprobs", "Whether to send the log-probability of every token.")
-_TOP_LOGPROBS = Integer("top_logprobs", "How many alternatives for every token; -1 = none.", -1, MAX_TOP_LOGPROBS)
+_TOP_LOGPROBS = Integer(
+    "top_logprobs", "How many alternatives for every token; -1 = none.", -1, MAX_TOP_LOGPROBS
+)
 _OWN: tuple[Field[Any], ...] = (
     _MESSAGES,
     _TOOLS,
@@ -114,11 +131,13 @@ class OpenAIChat:
         """Renders the prompt. Raises BadRequest where the model cannot do what is asked."""
         if ask.tools and not loaded.template.supports_tools:
             raise BadRequest(
-                "The chat template of this model cannot describe tools; use a model that calls tools, or leave tools out.",
+                "The chat template of this model cannot describe tools; use a model that can, or leave tools out.",
                 param="tools",
             )
         think = defaults.thinking(ask.template_kwargs, ask.effort, config.defaults)
-        prompt = loaded.template.render(ask.messages, tools=ask.tools or None, kwargs=_template_kwargs(ask, think))
+        prompt = loaded.template.render(
+            ask.messages, tools=ask.tools or None, kwargs=_template_kwargs(ask, think)
+        )
         head = Head(f"chatcmpl-{uuid4()}", created, loaded.info.id, fingerprint)
         options = RowOptions(
             thinking=think if loaded.template.supports_thinking else None,
@@ -213,7 +232,10 @@ class ChatEncoder:
         return ChatChoice(index, message, logprobs, "length" if answer.finish == "length" else "stop")
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
-        choice = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b}' % (index, delta, logprobs, reason)
+        choice = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b}' % (
+            index,
+            delta,
+            logprobs,
+            reason,
+        )
         return self._before + choice + self._after
-
-

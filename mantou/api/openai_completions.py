@@ -50,7 +50,9 @@ def _one_prompt(value: Any, where: str, name: str) -> RawPrompt:
             raise BadRequest(f"{where} is empty; send some text.", param=name)
         return value
     if not isinstance(value, list):
-        raise BadRequest(f"{where} must be a string or a list of token ids, got {kind_of(value)}.", param=name)
+        raise BadRequest(
+            f"{where} must be a string or a list of token ids, got {kind_of(value)}.", param=name
+        )
     if not value or not all(_is_token(token) for token in value):
         raise BadRequest(f"{where} must be a list of token ids with at least one of them.", param=name)
     return tuple(cast("list[int]", value))
@@ -77,7 +79,9 @@ def _nothing(value: Any, name: str) -> None:
     if not isinstance(value, str):
         raise wrong(name, "a string", value)
     if value:
-        raise BadRequest(f"{name} is not supported: this server completes from the left only; leave it out.", param=name)
+        raise BadRequest(
+            f"{name} is not supported: this server completes from the left only; leave it out.", param=name
+        )
 
 
 _PROMPT = Shaped(
@@ -94,7 +98,9 @@ _LOGPROBS = Shaped(
     _logprobs,
     {"type": ["integer", "boolean", "null"], "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
 )
-_TOP_LOGPROBS = Integer("top_logprobs", "How many alternatives, where logprobs is true; -1 = none.", -1, MAX_TOP_LOGPROBS)
+_TOP_LOGPROBS = Integer(
+    "top_logprobs", "How many alternatives, where logprobs is true; -1 = none.", -1, MAX_TOP_LOGPROBS
+)
 _BEST_OF = Integer("best_of", "Must equal n if it is set.", 1)
 _OWN: tuple[Field[Any], ...] = (_PROMPT, _ECHO, _SUFFIX, _LOGPROBS, _TOP_LOGPROBS, _BEST_OF)
 
@@ -119,7 +125,9 @@ class OpenAICompletions:
             num_top = max(num_top or 0, more)
         echo = _ECHO.read(body) or False
         if echo and num_top is not None:
-            raise BadRequest("logprobs of an echoed prompt are not supported yet; leave echo out.", param="echo")
+            raise BadRequest(
+                "logprobs of an echoed prompt are not supported yet; leave echo out.", param="echo"
+            )
         return CompletionAsk(generation, prompts, echo, num_top)
 
     def plan(self, ask: CompletionAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
@@ -214,5 +222,10 @@ class CompletionEncoder:
         return TextChoice(text, index, logprobs, "length" if answer.finish == "length" else "stop")
 
     def _chunk(self, index: int, text: str, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
-        choice = b'{"text":%b,"index":%d,"logprobs":%b,"finish_reason":%b}' % (encode(text), index, logprobs, reason)
+        choice = b'{"text":%b,"index":%d,"logprobs":%b,"finish_reason":%b}' % (
+            encode(text),
+            index,
+            logprobs,
+            reason,
+        )
         return self._before + choice + self._after

@@ -24,7 +24,7 @@ def token_text(raw: bytes) -> str:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > _NEVER else _NEVER  # NaN fails every comparison and ends here, too
+    return max(_NEVER, logprob)  # NaN fails every comparison and ends here, too
 
 
 def chat_logprobs(tokenizer: TokenBytes, rows: Sequence[TokenLogprobs]) -> ChatLogprobs:
@@ -34,7 +34,9 @@ def chat_logprobs(tokenizer: TokenBytes, rows: Sequence[TokenLogprobs]) -> ChatL
 
 def _entry(tokenizer: TokenBytes, row: TokenLogprobs) -> TokenLogprob:
     raw = tokenizer.token_bytes(row.token)
-    return TokenLogprob(token_text(raw), _finite(row.logprob), list(raw), [_top(tokenizer, *pair) for pair in row.top])
+    return TokenLogprob(
+        token_text(raw), _finite(row.logprob), list(raw), [_top(tokenizer, *pair) for pair in row.top]
+    )
 
 
 def _top(tokenizer: TokenBytes, token: int, logprob: float) -> TopLogprob:

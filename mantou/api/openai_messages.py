@@ -83,7 +83,9 @@ def _message(value: Any, where: str) -> Message:
         raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}.", param=f"{where}.role")
     content = _content(entry.get("content"), f"{where}.content")
     if content is None and role not in _MAY_BE_SILENT:
-        raise BadRequest(f"{where}.content is missing; it must be a string or a list of parts.", param=f"{where}.content")
+        raise BadRequest(
+            f"{where}.content is missing; it must be a string or a list of parts.", param=f"{where}.content"
+        )
     assistant = role == "assistant"
     reasoning = _text(entry, "reasoning", where) or _text(entry, "reasoning_content", where)
     return Message(

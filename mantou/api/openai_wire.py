@@ -89,7 +89,7 @@ class ChatChunk(Struct):
     model: str
     system_fingerprint: str
     choices: list[ChatChunkChoice]
-    usage: UsageBody | None | UnsetType = UNSET
+    usage: UsageBody | UnsetType | None = UNSET
 
 
 class TextLogprobs(Struct):
@@ -115,7 +115,7 @@ class Completion(Struct):
     model: str
     system_fingerprint: str
     choices: list[TextChoice]
-    usage: UsageBody | None | UnsetType = UNSET
+    usage: UsageBody | UnsetType | None = UNSET
 
 
 class Model(Struct, omit_defaults=True):

@@ -83,7 +83,9 @@ def plan_rows(
     no room for one token.
     """
     if len(prompts) * ask.n > MAX_ROWS:
-        raise BadRequest(f"{len(prompts)} prompts x n = {ask.n} is more than {MAX_ROWS} answers; send fewer.", param="n")
+        raise BadRequest(
+            f"{len(prompts)} prompts x n = {ask.n} is more than {MAX_ROWS} answers; send fewer.", param="n"
+        )
     _check_bias(ask, loaded.info.vocab_size)
     seed = ask.seed if ask.seed is not None else secrets.randbits(32)
     rows: list[RowPlan] = []
@@ -128,5 +130,6 @@ def _check_bias(ask: GenerationAsk, vocab_size: int) -> None:
     for token, _ in ask.logit_bias:
         if token >= vocab_size:
             raise BadRequest(
-                f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}.", param="logit_bias"
+                f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}.",
+                param="logit_bias",
             )

@@ -103,7 +103,9 @@ class Service:
     def engine(self) -> Engine:
         """The running engine. Raises ModelUnavailable before `loaded`."""
         if self._engine is None:
-            raise ModelUnavailable("The model is still loading; try again when GET /stats says that it is ready.")
+            raise ModelUnavailable(
+                "The model is still loading; try again when GET /stats says that it is ready."
+            )
         return self._engine
 
     @property

@@ -50,11 +50,11 @@ class EventWriter:
     async def write(self, events: bytes) -> None:
         """Sends whole events; several at once cost one write."""
         self._last = self._loop.time()
+        self.due = False
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def keep_alive(self) -> None:
         """Sends a comment, which every client ignores, so that nobody on the way gives the connection up."""
-        self.due = False
         await self.write(_KEEP_ALIVE)
 
     async def close(self, last: bytes = b"") -> None:

@@ -59,11 +59,15 @@ class PieceDetokenizer:
     text piece ends it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], kinds: Mapping[int, Kind]) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], kinds: Mapping[int, Kind], after: Sequence[int] = ()
+    ) -> None:
+        """`after`: ids that the text continues; they are not shown."""
         self._decode = decode
         self._kinds = kinds
-        self._anchor: list[int] = []  # the last text piece, or nothing yet
-        self._anchor_length = 0  # characters that the anchor decodes to on its own
+        last = next((token for token in reversed(after) if kinds[token] is Kind.TEXT), None)
+        self._anchor = [] if last is None else [last]  # the last text piece
+        self._anchor_length = len(decode(self._anchor))  # characters that it decodes to on its own
         self._run: list[int] = []  # byte tokens since the anchor
 
     def push(self, ids: Sequence[int]) -> str:

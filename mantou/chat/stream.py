@@ -40,11 +40,15 @@ class TextStream:
         stop: Sequence[str] = (),
         reasoning: ReasoningFormat | None = None,
         reasoning_open: bool = False,
+        after: Sequence[int] = (),
     ) -> None:
-        """Raises BadRequest for an empty stop string."""
+        """`after`: the prompt's ids where the text continues the prompt (a completion, a continued message).
+
+        Raises BadRequest for an empty stop string.
+        """
         self.finished = False
         self.num_tokens = 0
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(after)
         self._stops = make_stops(stop)
         self._splitter = ReasoningSplitter(reasoning, opened=reasoning_open) if reasoning else None
         ids = reasoning.ids if reasoning else None

@@ -103,11 +103,14 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return piece.replace(_SPACE_MARK, " ").encode() if self._marks_spaces else piece.encode()
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one sequence."""
+    def detokenizer(self, after: Sequence[int] = ()) -> Detokenizer:
+        """A fresh incremental decoder for one sequence.
+
+        after: ids that its text continues, so that a space at its start is kept; without, it stands alone.
+        """
         if self._byte_level:
             return ByteDetokenizer(self._shown_bytes)
-        return PieceDetokenizer(self.decode, self._kinds)
+        return PieceDetokenizer(self.decode, self._kinds, after)
 
     @cached_property
     def _decoder(self) -> str:

@@ -12,10 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from mantou.config import STARTER, Config
+from mantou.cli import options
+from mantou.cli.progress import show_progress
+from mantou.config import Config
 from mantou.data import ModelInfo, Request, Sampling, TokenEvent
 from mantou.errors import ConfigError, MantouError
+from mantou.progress import ProgressBoard
 
 if TYPE_CHECKING:
     from mantou.chat.tokenizer import Tokenizer
@@ -116,7 +121,7 @@ class Bench:
 
 
 def bench(
-    model: Annotated[str, typer.Argument(help="Model to measure; as for `mantou serve`.")] = STARTER,
+    model: options.Model = options.DEFAULT_MODEL,
     clients: Annotated[
         str, typer.Option(help="Numbers of requests at once, separated by commas.")
     ] = "1,4,8,16",
@@ -130,12 +135,28 @@ def bench(
     batch: Annotated[
         int | None, typer.Option(help="Rows of the batch (default: chosen from memory).", min=1)
     ] = None,
-    kv_quant: Annotated[str, typer.Option(help="How keys and values are stored: off, 8 or 4.")] = "off",
+    kv_quant: options.KvQuant = "off",
+    prefill_chunk: options.PrefillChunk = 512,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    cpu_activations: options.Activations = "exact",
+    revision: options.Revision = None,
+    cache_dir: options.CacheDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure the engine in this process, without HTTP."""
     counts = _counts(clients)
-    config = Config(model=model, batch=batch, kv_quant=kv_quant)
+    config = Config(
+        model=model,
+        revision=revision,
+        batch=batch,
+        prefill_chunk=prefill_chunk,
+        kv_quant=kv_quant,
+        dtype=dtype,
+        threads=threads,
+        cpu_activations=cpu_activations,
+        cache_dir=cache_dir,
+    )
     loads = [("prompt", prompt_tokens)] if prompt_tokens else []
     loads += [("clients", count) for count in counts]
     info, runs = _measure(config, loads, max_tokens, seeded=seeded)
@@ -161,14 +182,14 @@ def _measure(
     config: Config, loads: Sequence[tuple[str, int]], max_tokens: int, *, seeded: bool
 ) -> tuple[ModelInfo, list[Run]]:
     from mantou import build
-    from mantou.progress import ProgressBoard
 
     board, tally = ProgressBoard(), Tally()
-    assembly = build.assemble(build.obtain_folder(config, board), config)
     settled: queue.SimpleQueue[ModelInfo | MantouError] = queue.SimpleQueue()
-    engine = build.make_engine(assembly, tally, board, on_ready=settled.put, on_failed=settled.put)
-    engine.start()
-    info = settled.get()
+    with show_progress(board, Console(stderr=True)):
+        assembly = build.assemble(build.obtain_folder(config, board), config)
+        engine = build.make_engine(assembly, tally, board, on_ready=settled.put, on_failed=settled.put)
+        engine.start()
+        info = settled.get()
     if isinstance(info, MantouError):
         raise info
     try:
@@ -184,9 +205,6 @@ def _measure(
 
 
 def _show(info: ModelInfo, loads: Sequence[tuple[str, int]], runs: Sequence[Run]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(
         "load", "tok/s", "tokens", "seconds", title=f"{info.id} on {info.device}, KV {info.kv_scheme}"
     )

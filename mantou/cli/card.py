@@ -28,7 +28,9 @@ def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
     if stronger := _stronger(info):
         lines.append(f"  stronger {stronger}")
     body = '{"messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-    lines += ["  try      " + f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"]
+    lines += [
+        "  try      " + f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    ]
     return lines
 
 

@@ -64,7 +64,10 @@ def model_table(entries: list[Entry], *, revisions: bool = False) -> Table:
     from mantou.models.hub.library import assess, machine_memory_bytes
 
     memory = machine_memory_bytes()
-    table = Table("model", "type", "parameters", "bits", "size", "context", "fits", box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model", overflow="fold")  # a name that is cut off cannot be copied
+    for title in ("type", "parameters", "bits", "size", "context", "fits"):
+        table.add_column(title, no_wrap=True)
     if revisions:
         table.add_column("revision")
     for entry in entries:

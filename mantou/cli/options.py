@@ -18,7 +18,8 @@ Model = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repo.")]
 KvQuant = Annotated[str, typer.Option(help="How keys and values are stored: off, 8 or 4 bits.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="Run the weights as float32, bfloat16 or float16 instead of as they are stored.")
+    str | None,
+    typer.Option(help="Run the weights as float32, bfloat16 or float16 instead of as they are stored."),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads (default: all the container may use).", min=1)]
 Activations = Annotated[

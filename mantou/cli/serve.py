@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from typing import Annotated
 
 import typer
@@ -22,13 +21,19 @@ OnOff = Annotated[str | None, typer.Option(help="on or off")]
 
 def serve(
     model: options.Model = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 opens the server to the network.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8080,
     batch: Annotated[
         int | None,
-        typer.Option("--batch", "--decode-concurrency", help="Rows that run at once (default: from memory).", min=1),
+        typer.Option(
+            "--batch", "--decode-concurrency", help="Rows that run at once (default: from memory).", min=1
+        ),
     ] = None,
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait before new ones get 429.", min=1)] = 64,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that may wait before new ones get 429.", min=1)
+    ] = 64,
     prefill_chunk: options.PrefillChunk = 512,
     kv_quant: options.KvQuant = "off",
     context_length: options.ContextLength = None,
@@ -49,7 +54,9 @@ def serve(
     thinking: OnOff = None,
     hlg_sampling: OnOff = None,
     hlg_width: Annotated[float, typer.Option(min=0, max=100, help="Tone curve: linear part, in nats.")] = 4.0,
-    hlg_shoulder: Annotated[float, typer.Option(min=0, max=100, help="Tone curve: upper rolloff, in nats.")] = 4.0,
+    hlg_shoulder: Annotated[
+        float, typer.Option(min=0, max=100, help="Tone curve: upper rolloff, in nats.")
+    ] = 4.0,
     hlg_toe: Annotated[float, typer.Option(min=0, max=100, help="Tone curve: lower rolloff, in nats.")] = 6.0,
     hlg_pivot_offset: Annotated[
         float, typer.Option(min=0, max=100, help="Tone curve: pivot below the top, in nats.")
@@ -73,7 +80,12 @@ def serve(
         threads=threads,
         cpu_activations=cpu_activations,
         defaults=SamplingDefaults(
-            temperature, top_p, top_k, max_tokens, on_off("--thinking", thinking), curve if on_off("--hlg-sampling", hlg_sampling) else None
+            temperature,
+            top_p,
+            top_k,
+            max_tokens,
+            on_off("--thinking", thinking),
+            curve if on_off("--hlg-sampling", hlg_sampling) else None,
         ),
         cache_dir=cache_dir,
         allow_origins=tuple(allow_origin or ()),
@@ -107,9 +119,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run(config: Config) -> None:
     """Serves until interrupted. Raises ConfigError or the error that kept the model from loading."""
-    import uvicorn
-
-    from mantou.api.app import create_app
+    from mantou.api.server import create_server
     from mantou.build import make_service
 
     console = Console(stderr=True, highlight=False)
@@ -125,20 +135,8 @@ def run(config: Config) -> None:
         server.should_exit = True
 
     service = make_service(config, board, on_ready=ready, on_failed=failed)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(service),
-            log_level="warning",
-            access_log=False,
-            http="httptools",
-            loop="auto",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
-            lifespan="on",
-        )
-    )
+    server = create_server(service)
     with show_progress(board, console):
         server.run(sockets=[listener])
     if failures:
         raise failures[0]
-    sys.stderr.flush()

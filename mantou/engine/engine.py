@@ -98,6 +98,7 @@ class Engine:
                 "bytes": kv.nbytes,
                 "slots": kv.num_slots,
                 "tokens": sum(kv.lengths),
+                "capacity_tokens": getattr(step.axes.scheduler, "max_rows", 0) * step.context_length,
             },
             "fairness": {
                 "max_chunks_between_tokens": counters["max_chunks_between_tokens"],
@@ -126,7 +127,9 @@ class Engine:
             self._step.submit(request)
         else:
             usage = Usage(len(request.prompt), 0)
-            self._mailbox.put([TokenEvent(request.id, finish="error", error="no model is loaded", usage=usage)])
+            self._mailbox.put(
+                [TokenEvent(request.id, finish="error", error="no model is loaded", usage=usage)]
+            )
 
     def _run(self) -> None:
         try:

@@ -20,5 +20,7 @@ class NoAdapters:
 
     def revision(self, names: Sequence[str]) -> tuple[str, ...]:
         if names:
-            raise BadRequest(f"No adapter is mounted, so {'+'.join(names)!r} cannot be used.", param="adapter")
+            raise BadRequest(
+                f"No adapter is mounted, so {'+'.join(names)!r} cannot be used.", param="adapter"
+            )
         return ()

@@ -23,7 +23,7 @@ class Pacer:
         """Most prompt tokens of the next step."""
         if not num_decoding:
             return self.largest
-        if self.decode_s is None or self.token_s is None:
+        if not self.decode_s or not self.token_s:  # not measured yet
             return min(max(64, self.smallest), self.largest)
         fitting = max(int(self.decode_s / self.token_s), self.smallest)
         return min(1 << (fitting.bit_length() - 1), self.largest)

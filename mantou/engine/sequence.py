@@ -1,8 +1,8 @@
 """A request's mutable state, all of it. Only the model thread changes one. Knows no arrays.
 
-    tokens   |p p p p p p p p|g g g g|          known to the host: prompt, then generated
-    num_kv   |###############|###                in the KV
-    pending                       |.|            to be fed: 1 while decoding, more while prefilling
+tokens   |p p p p p p p p|g g g g|          known to the host: prompt, then generated
+num_kv   |###############|###                in the KV
+pending                       |.|            to be fed: 1 while decoding, more while prefilling
 """
 
 from __future__ import annotations

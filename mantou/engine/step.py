@@ -305,10 +305,13 @@ class Step:
         self.axes.adapters.bind([row.request.adapters if row else () for row in rows])
         tokens, logits = self.runner.forward(group, tokens, wanted)
         draw = None
-        if any(row and row.num_kv + n >= len(row.tokens) for row, n in zip(rows, group.num_tokens, strict=True)):
+        if any(
+            row and row.num_kv + n >= len(row.tokens) for row, n in zip(rows, group.num_tokens, strict=True)
+        ):
             columns = [range(group.width)] * len(rows) if wanted is None else [(w,) for w in wanted]
             positions = [
-                [(row.num_kv if row else 0) + c + 1 for c in cs] for row, cs in zip(rows, columns, strict=True)
+                [(row.num_kv if row else 0) + c + 1 for c in cs]
+                for row, cs in zip(rows, columns, strict=True)
             ]
             draw = self._draw(logits, rows, drafts, positions)
         self.runner.launch(draw)

@@ -39,9 +39,10 @@ class KVBatch:
     A forward is `begin(group)`, the model graph over `layers`, then `commit(group, kept)`.
     """
 
-    def __init__(self, make_layouts: LayoutMaker, *, array_offsets: bool = True) -> None:
+    def __init__(self, make_layouts: LayoutMaker, *, array_offsets: bool = True, mask_axes: int = 4) -> None:
         self._make_layouts = make_layouts
         self._array_offsets = array_offsets
+        self._mask_axes = mask_axes
         self.layers: Sequence[Layout] = make_layouts(0)
         self.lengths: list[int] = []
         self.geometry: Geometry | None = None
@@ -71,7 +72,7 @@ class KVBatch:
         starts = self.lengths[group.lo : group.hi]
         if len(starts) != len(group.num_tokens) or max(group.num_tokens) > group.width:
             raise ValueError(f"group {group} does not fit {self.num_slots} slots")
-        geometry = Geometry(group, starts, array_offsets=self._array_offsets)
+        geometry = Geometry(group, starts, array_offsets=self._array_offsets, mask_axes=self._mask_axes)
         capacity = capacity_bucket(max(starts) + group.width)
         for layer in self.layers:
             layer.begin(geometry, capacity)

@@ -15,7 +15,9 @@ from mantou.protocols import Group
 class Geometry:
     """Positions of one group: row i holds absolute positions starts[i] .. starts[i] + width - 1."""
 
-    def __init__(self, group: Group, starts: Sequence[int], *, array_offsets: bool = True) -> None:
+    def __init__(
+        self, group: Group, starts: Sequence[int], *, array_offsets: bool = True, mask_axes: int = 4
+    ) -> None:
         self.group = group
         self.starts = tuple(starts)
         self.width = group.width
@@ -27,6 +29,7 @@ class Geometry:
         self.full = all(n == group.width for n in group.num_tokens)
         self.end = self.longest + self.width  # one past the newest position
         self._array_offsets = array_offsets
+        self._mask_axes = mask_axes
         self._offsets: mx.array | None = None
         self._positions: mx.array | None = None
         self._lengths: mx.array | None = None
@@ -70,7 +73,7 @@ class Geometry:
             mask = columns <= queries
             if window:
                 mask = mask & (columns > queries - window)
-            self._masks[key] = mask
+            self._masks[key] = self._spread(mask)
         return self._masks[key]
 
     def ring_mask(self, size: int, window: int) -> mx.array:
@@ -81,5 +84,11 @@ class Geometry:
             slots = mx.arange(size, dtype=mx.int32)[None, None, None]
             held = newest - ((newest - slots) % size)  # the absolute position each slot holds now
             queries = self.positions[:, None, :, None]
-            self._masks[key] = (held >= 0) & (held <= queries) & (held > queries - window)
+            self._masks[key] = self._spread((held >= 0) & (held <= queries) & (held > queries - window))
         return self._masks[key]
+
+    def _spread(self, mask: mx.array) -> mx.array:
+        """One plane a row in front of as many unit axes as the graph's scores have."""
+        if self._mask_axes == mask.ndim:
+            return mask
+        return mask.reshape(mask.shape[0], *[1] * (self._mask_axes - 3), *mask.shape[2:])

@@ -67,6 +67,7 @@ class Columns:
         self.keys: Parts = ()
         self.values: Parts = ()
         self._dtype: mx.Dtype = mx.float32
+        self._span = 0
 
     @property
     def offset(self) -> mx.array | int:
@@ -97,11 +98,16 @@ class Columns:
         )
 
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
+        self._span = span
         group = self.geometry.group
         read = slice(group.lo, group.hi)
         keys = self.codec.unpack([part[read, :, :span] for part in self.keys], self._dtype)
         values = self.codec.unpack([part[read, :, :span] for part in self.values], self._dtype)
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
+        return self._fetch(self._span)
 
     def resize(self, num_slots: int) -> None:
         def fit(part: mx.array) -> mx.array:
@@ -231,8 +237,8 @@ class RecurrentState:
     # -- what the graph sees: the rows of the forward in progress
     def __getitem__(self, index: int) -> mx.array | None:
         state = self.cache[index]
-        if state is None:
-            return None
+        if state is None or not any(self.geometry.starts):
+            return None  # a graph may treat a first token differently (recurrent_gemma does), so zeros will not do
         group = self.geometry.group
         return state if group.hi - group.lo == self.num_slots else state[group.lo : group.hi]
 

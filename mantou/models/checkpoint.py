@@ -17,7 +17,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path.parent} has no {path.name}; give a folder with an MLX model in it.") from None
+        raise ModelError(
+            f"{path.parent} has no {path.name}; give a folder with an MLX model in it."
+        ) from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} cannot be read ({error}); download the model again.") from None
     if not isinstance(value, dict):
@@ -75,7 +77,9 @@ def weight_files(folder: Path) -> list[Path]:
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}; download the model again.")
     if not files:
-        raise ModelError(f"{folder} holds no model*.safetensors file; mantou loads safetensors and GGUF only.")
+        raise ModelError(
+            f"{folder} holds no model*.safetensors file; mantou loads safetensors and GGUF only."
+        )
     for path in files:
         check_safetensors(path)
     return files

@@ -19,6 +19,7 @@ class Family:
 
     ragged_offsets: rows of different lengths may share a forward (the graph takes `cache.offset` as an array).
     ragged_widths: rows of one forward may hold different numbers of tokens (right padding does not leak).
+    Where one of them is false, unlike rows run one after the other in the same step.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Family:
     layouts: tuple[str, ...] = ()  # full, window, recurrent
     ragged_offsets: bool = True
     ragged_widths: bool = True
+    mask_axes: int = 4  # axes of an attention mask with one plane a row
     reason: str = ""  # why not, where something is not supported
 
 
@@ -39,6 +41,7 @@ def table() -> dict[str, Family]:
             layouts=tuple(row.get("layouts", ())),
             ragged_offsets=row.get("ragged_offsets", True),
             ragged_widths=row.get("ragged_widths", True),
+            mask_axes=row.get("mask_axes", 4),
             reason=row.get("reason", ""),
         )
         for name, row in rows.items()

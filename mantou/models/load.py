@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mantou.errors import ModelError
 from mantou.models import families
 from mantou.models.checkpoint import read_config, weight_files
+from mantou.models.families import Family
 
 # mlx-lm keeps these names in its utils module, which imports transformers.
 ALIASES = {
@@ -45,7 +46,7 @@ class LoadedModel:
 
     module: Any  # an mlx_lm Model: (inputs [B, T], cache=list) -> logits [B, T, V]
     config: Mapping[str, Any]
-    family: str
+    family: Family
     caches: tuple[Any, ...]  # what the graph's own make_cache gives: tells each layer's layout
     dtype: str
     weights_bytes: int
@@ -58,7 +59,9 @@ def enter_mlx_lm() -> None:
         return
     spec = importlib.util.find_spec("mlx_lm")
     if spec is None or not spec.submodule_search_locations:
-        raise ModelError("mlx-lm is not installed; install mantou with its dependencies (pip install 'mantou[cpu]').")
+        raise ModelError(
+            "mlx-lm is not installed; install mantou with its dependencies (pip install 'mantou[cpu]')."
+        )
     package = types.ModuleType("mlx_lm")
     package.__path__ = list(spec.submodule_search_locations)
     package.__spec__ = spec
@@ -83,6 +86,12 @@ def make_caches(module: Any) -> tuple[Any, ...]:
         return tuple(module.make_cache())
     kv_cache = importlib.import_module("mlx_lm.models.cache").KVCache
     return tuple(kv_cache() for _ in module.layers)
+
+
+def arrays_cache() -> type:
+    """mlx-lm's class of recurrent caches, for graphs that ask for it by isinstance."""
+    enter_mlx_lm()
+    return importlib.import_module("mlx_lm.models.cache").ArraysCache
 
 
 def build(family: str, config: Mapping[str, Any]) -> Any:
@@ -150,15 +159,14 @@ def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
     Raises ModelError in one sentence for a folder that is corrupt, needs its own code, or is of an unsupported family.
     """
     config = read_config(folder)
-    family = ALIASES.get(config["model_type"], config["model_type"])
-    families.check(family)
+    family = families.check(ALIASES.get(config["model_type"], config["model_type"]))
     if "quantization" not in config and "quantization_config" in config:
         raise ModelError(
             f"{folder} is quantised by {config['quantization_config'].get('quant_method', 'another tool')}; "
             "convert it to MLX first (mlx_lm.convert) or choose an mlx-community copy."
         )
     weights = _read_weights(weight_files(folder))
-    module = build(family, config)
+    module = build(family.name, config)
     quantized = "quantization" in config
     try:
         weights = module.sanitize(weights) if hasattr(module, "sanitize") else weights
@@ -185,7 +193,9 @@ def _short(dtype: mx.Dtype) -> str:
     return str(dtype).rsplit(".", 1)[-1]
 
 
-def describe(module: Any, config: Mapping[str, Any], family: str, notes: tuple[str, ...] = ()) -> LoadedModel:
+def describe(
+    module: Any, config: Mapping[str, Any], family: Family, notes: tuple[str, ...] = ()
+) -> LoadedModel:
     """Wraps an evaluated graph, loaded or made by a test."""
     from mlx.utils import tree_flatten
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -10,10 +11,13 @@ import numpy as np
 
 from mantou.kv.batch import KVBatch
 from mantou.kv.layouts import FullRows, Layout, RecurrentState, WindowRing
-from mantou.models import families
 from mantou.models.head import Selection, install
-from mantou.models.load import LoadedModel
+from mantou.models.load import LoadedModel, arrays_cache
 from mantou.protocols import Group, KVCodec
+
+# Columns of a ring beyond its window. The place of a position in the ring decides the order in which attention sums it,
+# so the size is the same for every usual chunk: equal requests give equal bits on servers with different chunks.
+RING_SLACK = 512
 
 LayoutFactory = Callable[[Any, KVCodec, int, int], Layout]  # cache, codec, num_slots, slack
 
@@ -26,8 +30,14 @@ def _window(cache: Any, codec: KVCodec, num_slots: int, slack: int) -> Layout:
     return WindowRing(codec, num_slots, int(cache.max_size), slack)
 
 
+@cache
+def _recurrent_class() -> type[RecurrentState]:
+    # mamba's graph stores its state only in instances of mlx-lm's own class.
+    return type("RecurrentState", (RecurrentState, arrays_cache()), {})
+
+
 def _recurrent(cache: Any, codec: KVCodec, num_slots: int, slack: int) -> Layout:
-    return RecurrentState(len(cache.cache), num_slots)
+    return _recurrent_class()(len(cache.cache), num_slots)
 
 
 # mlx-lm's cache class -> (name in tables, layout)
@@ -51,7 +61,7 @@ class Runner:
     """Owns the graph and its KV batch. `max_width` bounds the tokens a row may feed in one forward."""
 
     def __init__(self, model: LoadedModel, codec: KVCodec, *, max_width: int = 512) -> None:
-        family = families.check(model.family)
+        family = model.family
         self.model = model
         self.max_width = max_width
         self.ragged_widths = family.ragged_widths
@@ -59,9 +69,11 @@ class Runner:
         self.recurrent = "recurrent" in layout_names(model.caches)
         self.kv = KVBatch(
             lambda num_slots: [
-                LAYOUTS[type(cache).__name__][1](cache, codec, num_slots, max_width) for cache in model.caches
+                LAYOUTS[type(cache).__name__][1](cache, codec, num_slots, max(max_width, RING_SLACK))
+                for cache in model.caches
             ],
             array_offsets=family.ragged_offsets,
+            mask_axes=family.mask_axes,
         )
         self._selection: Selection | None = install(model.module)
 
@@ -102,7 +114,9 @@ class Runner:
     def replay(self, group: Group, tokens: mx.array, kept: Sequence[int]) -> None:
         """Runs a rejected verify forward again, so that recurrent layers hold `kept` tokens a row and no more."""
         width = group.width
-        if not self.ragged_widths:  # such a group holds rows of one width, so the kept part is a group as well
+        if (
+            not self.ragged_widths
+        ):  # such a group holds rows of one width, so the kept part is a group as well
             tokens, width = tokens[:, : max(kept)], max(kept)
         masked = Group(group.lo, width, tuple(kept))
         self.kv.begin(masked)

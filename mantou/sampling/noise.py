@@ -26,7 +26,9 @@ def _mix(x: mx.array) -> mx.array:
 
 def uniform(words: mx.array, positions: mx.array, size: int, stream: int) -> mx.array:
     """float32[B, T, size] in (0, 1). `words` uint32[B, 2] from `seed_words`, `positions` uint32[B, T]."""
-    low = _mix(words[:, None, 0] ^ _mix(positions + mx.array(0x9E3779B9 * (stream + 1) & 0xFFFFFFFF, mx.uint32)))
+    low = _mix(
+        words[:, None, 0] ^ _mix(positions + mx.array(0x9E3779B9 * (stream + 1) & 0xFFFFFFFF, mx.uint32))
+    )
     high = _mix(words[:, None, 1] + low)
     index = mx.arange(size, dtype=mx.uint32)
     bits = _mix(_mix(index + low[..., None]) ^ high[..., None])

@@ -62,10 +62,14 @@ def make_params(wishes: Sequence[Sampling | None]) -> RowParams:
     def column(values: Sequence[float], dtype: mx.Dtype = mx.float32) -> mx.array:
         return mx.array(list(values), dtype=dtype).reshape(-1, 1, 1)
 
-    chain = [s.temperature > 0 and _curve(s)[0] == math.inf for s in rows]  # filters do not apply to a tone curve
+    chain = [
+        s.temperature > 0 and _curve(s)[0] == math.inf for s in rows
+    ]  # filters do not apply to a tone curve
     top_p = [s.top_p if on and 0 < s.top_p < 1 else 1.0 for s, on in zip(rows, chain, strict=True)]
     top_k = [s.top_k if on and s.top_k > 0 else 1 << 30 for s, on in zip(rows, chain, strict=True)]
-    min_p = [math.log(s.min_p) if on and s.min_p > 0 else -math.inf for s, on in zip(rows, chain, strict=True)]
+    min_p = [
+        math.log(s.min_p) if on and s.min_p > 0 else -math.inf for s, on in zip(rows, chain, strict=True)
+    ]
     xtc = [s.xtc_probability if on else 0.0 for s, on in zip(rows, chain, strict=True)]
     curves = [_curve(s) for s in rows]
     asked = [s.top_logprobs for s in rows if s.logprobs or s.top_logprobs]

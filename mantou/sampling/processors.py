@@ -50,7 +50,9 @@ def apply_penalties(logits: mx.array, params: RowParams, history: History) -> mx
         if not any(values):
             return None
         sizes = [getattr(s, window) if v else None for s, v in zip(rows, values, strict=True)]
-        return _counts(history, sizes, logits.shape[1], vocab), mx.array(values, dtype=mx.float32).reshape(-1, 1, 1)
+        return _counts(history, sizes, logits.shape[1], vocab), mx.array(values, dtype=mx.float32).reshape(
+            -1, 1, 1
+        )
 
     if found := stage("repetition_penalty", "repetition_context_size"):
         counts, penalty = found

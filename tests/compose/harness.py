@@ -15,20 +15,32 @@ from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
 from mantou.engine.step import Axes, Step
 from mantou.kv.codecs import make_codec
+from mantou.models.families import Family
 from mantou.models.load import LoadedModel, describe
 from mantou.models.runner import Runner
 from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.none import NoDraft
 
-from .families import FAMILIES, tiny
+from .families import EQUAL_LENGTHS, EQUAL_WIDTHS, FAMILIES, MASK_AXES, tiny
 
 VOCAB = 97
 
 
+def capabilities(name: str) -> Family:
+    """What the family is known to take, before any test has confirmed it."""
+    return Family(
+        name,
+        supported=True,
+        ragged_offsets=name not in EQUAL_LENGTHS,
+        ragged_widths=name not in EQUAL_LENGTHS and name not in EQUAL_WIDTHS,
+        mask_axes=MASK_AXES.get(name, 4),
+    )
+
+
 @cache
 def model(family: str, seed: int = 0) -> LoadedModel:
-    return describe(tiny(family, seed), FAMILIES[family], family)
+    return describe(tiny(family, seed), FAMILIES[family], capabilities(family))
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,12 @@ class Outcome:
         return next(e.finish for e in self.events if e.request_id == request_id and e.finish)
 
 
-def run(case: Case, wanted: Sequence[Request], arrivals: Mapping[str, int] | None = None, cancel: Mapping[str, int] | None = None) -> Outcome:
+def run(
+    case: Case,
+    wanted: Sequence[Request],
+    arrivals: Mapping[str, int] | None = None,
+    cancel: Mapping[str, int] | None = None,
+) -> Outcome:
     """Runs requests to the end. `arrivals`: id -> step at which it arrives; `cancel`: id -> step at which it goes."""
     step = make_step(case)
     arrivals, cancel = dict(arrivals or {}), dict(cancel or {})

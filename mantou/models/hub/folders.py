@@ -19,11 +19,15 @@ MODEL_FILES = (
     "merges.txt",
     "vocab.txt",
 )
+# Second copies of the weights, and whatever lies in sub-folders (ONNX, other frameworks).
+OTHER_FILES = ("consolidated*.safetensors", "*/*")
 
 
 def is_model_file(name: str) -> bool:
     """Whether a file of this name may be fetched or copied as part of a model."""
-    return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
+    return any(fnmatch(name, want) for want in MODEL_FILES) and not any(
+        fnmatch(name, no) for no in OTHER_FILES
+    )
 
 
 def missing_file(folder: Path) -> str | None:
@@ -33,7 +37,7 @@ def missing_file(folder: Path) -> str | None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return next((name for name in _shard_names(index) if not (folder / name).is_file()), None)
-    return None if any(folder.glob("*.safetensors")) else "model.safetensors"
+    return None if any(folder.glob("model*.safetensors")) else "model.safetensors"
 
 
 def check_folder(folder: Path) -> Path:

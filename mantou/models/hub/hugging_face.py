@@ -1,7 +1,7 @@
 """Models from the Hugging Face hub, into its own shared cache. Knows no converted folders and no registry.
 
-Data files only are fetched (see `MODEL_FILES`), so no code of a repo ever reaches the disk. Downloads go on where
-they stopped; tokens, proxies and the offline switch are those of huggingface_hub (HF_TOKEN, HF_HUB_OFFLINE, ...).
+Data files only are fetched (see `folders.MODEL_FILES`), so no code of a repo ever reaches the disk. Downloads go on
+where they stopped; tokens, proxies and the offline switch are those of huggingface_hub (HF_TOKEN, HF_HUB_OFFLINE, ...).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mantou.errors import DownloadError, ModelError, ModelNotFound
-from mantou.models.hub.folders import MODEL_FILES, missing_file
+from mantou.models.hub.folders import MODEL_FILES, OTHER_FILES, missing_file
 from mantou.models.hub.store import disk_error
 from mantou.progress import Task
 
@@ -44,6 +44,7 @@ def download(repo_id: str, revision: str | None, task: Task, hub_dir: Path | Non
             revision=revision,
             cache_dir=hub_dir,
             allow_patterns=list(MODEL_FILES),
+            ignore_patterns=list(OTHER_FILES),
             library_name="mantou",
             tqdm_class=_reporting_bar(task),
         )

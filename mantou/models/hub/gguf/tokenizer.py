@@ -259,6 +259,8 @@ def _add_template(tokenizer: Tokenizer, metadata: Metadata, kind: str) -> None:
     eos = special_id(metadata, "eos") if add_eos else None
     if bos is None and eos is None:
         return
+    if any(mark in tokens[token] for token in (bos, eos) if token is not None for mark in ":$"):
+        raise metadata.error("its BOS or EOS token has a name that tokenizers' templates cannot hold")
     head = [] if bos is None else [tokens[bos]]
     tail = [] if eos is None else [tokens[eos]]
     tokenizer.post_processor = processors.TemplateProcessing(

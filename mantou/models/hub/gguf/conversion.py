@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mantou.errors import ModelError
 from mantou.models.hub.gguf import architecture as arch
 from mantou.models.hub.gguf.blocks import (
     GROUP_SIZE,
@@ -86,10 +87,13 @@ def measure(path: Path) -> Sizes:
         return Sizes(sum(step.source.num_bytes for step in steps), sum(step.num_bytes for step in steps))
 
 
-def convert(path: Path, folder: Path, advance: Callable[[int], None]) -> None:
+def convert(
+    path: Path, folder: Path, advance: Callable[[int], None], *, shard_bytes: int = _SHARD_BYTES
+) -> None:
     """Fills the existing, empty `folder` from the GGUF file at `path`.
 
-    `advance(n)` is called with the bytes of the file that were used up. Raises ModelError for a file that cannot be
+    `advance(n)` is called with the bytes of the file that were used up; a shard is at most `shard_bytes` or one
+    tensor. Raises ModelError for a file that cannot be
     converted and OSError where the disk fails; the folder is then incomplete.
     """
     with GgufFile(path) as file:
@@ -97,12 +101,17 @@ def convert(path: Path, folder: Path, advance: Callable[[int], None]) -> None:
         config, steps = _plan(file, metadata)
         write_tokenizer(metadata, folder, config["vocab_size"])
         _write_config(folder, metadata, config, steps)
-        _write_weights(folder, file, steps, advance)
+        _write_weights(folder, file, list(_shards(steps, shard_bytes)), advance)
 
 
 # ------------------------------------------------------------------ plan
 def _plan(file: GgufFile, metadata: Metadata) -> tuple[arch.Config, list[Step]]:
     architecture = arch.find(metadata)
+    num_parts = metadata.integer("split.count", 1)
+    if num_parts > 1:
+        raise metadata.error(
+            f"it is one of {num_parts} parts of a model (llama-gguf-split --merge joins them)"
+        )
     shapes = {name: info.shape for name, info in file.tensors.items()}
     factors = None
     if arch.ROPE_FACTORS in file.tensors:
@@ -120,19 +129,20 @@ def _plan(file: GgufFile, metadata: Metadata) -> tuple[arch.Config, list[Step]]:
 
 def _step(architecture: arch.Architecture, config: arch.Config, metadata: Metadata, info: TensorInfo) -> Step:
     name = architecture.mlx_name(info.name)
-    num_rows, num_dims = info.shape[0], len(info.shape)
-    if name is None or num_dims > 2:
+    if name is None:
         raise metadata.error(f"tensor {info.name} is not known for architecture {architecture.name}")
+    shape = architecture.shape(info.name, config)
+    if info.shape != shape:
+        raise metadata.error(f"tensor {info.name} has shape {list(info.shape)} where {list(shape)} is right")
     heads = architecture.rotary_heads(info.name, config)
-    if heads and num_rows % (2 * heads):
-        raise metadata.error(f"tensor {info.name} has {num_rows} rows for {heads} heads")
     is_norm = info.name.endswith("norm.weight")
     return Step(info, name, heads, architecture.norm_offset if is_norm else 0.0)
 
 
 # ------------------------------------------------------------------ weights
-def _write_weights(folder: Path, file: GgufFile, steps: list[Step], advance: Callable[[int], None]) -> None:
-    shards = list(_shards(steps))
+def _write_weights(
+    folder: Path, file: GgufFile, shards: list[list[Step]], advance: Callable[[int], None]
+) -> None:
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = (
@@ -140,20 +150,29 @@ def _write_weights(folder: Path, file: GgufFile, steps: list[Step], advance: Cal
         )
         tensors: list[Tensor] = []
         for step in shard:
-            tensors += _tensors(step, file.read(step.source.name))
+            with np.errstate(invalid="ignore"):  # values that are no numbers are found below
+                made = _tensors(step, file.read(step.source.name))
+            if not all(_is_finite(tensor) for tensor in made):
+                raise ModelError(
+                    f"{file.path.name} is corrupt: tensor {step.source.name} has values without a number."
+                )
+            tensors += made
             advance(step.source.num_bytes)
         _save(folder / name, tensors)
         where.update((tensor.name, name) for tensor in tensors)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(step.num_bytes for step in steps)}, "weight_map": where}
+        index = {
+            "metadata": {"total_size": sum(step.num_bytes for shard in shards for step in shard)},
+            "weight_map": where,
+        }
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _shards(steps: list[Step]) -> Iterator[list[Step]]:
+def _shards(steps: list[Step], shard_bytes: int) -> Iterator[list[Step]]:
     shard: list[Step] = []
     size = 0
     for step in steps:
-        if shard and size + step.num_bytes > _SHARD_BYTES:
+        if shard and size + step.num_bytes > shard_bytes:
             yield shard
             shard, size = [], 0
         shard.append(step)
@@ -181,6 +200,12 @@ def _tensors(step: Step, blocks: npt.NDArray[np.uint8]) -> list[Tensor]:
     if kind is TensorType.BF16:
         return [Tensor(step.name, "bfloat16", bfloat16_bits(blocks))]
     return [Tensor(step.name, "float32", dequantize(blocks, kind))]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype == "bfloat16":
+        return not bool(((tensor.data & np.uint16(0x7F80)) == 0x7F80).any())
+    return tensor.dtype == "uint32" or bool(np.isfinite(tensor.data).all())
 
 
 def _rotary_order(num_rows: int, heads: int) -> npt.NDArray[np.intp]:

@@ -1,0 +1,115 @@
+"""The ASGI app: routes, the shape of errors, start and stop. Knows no request and no model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mantou.api.admin import Admin
+from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal
+from mantou.api.generation_route import Dialect, GenerationRoute
+from mantou.api.guard import Guard
+from mantou.api.openai_chat import OpenAIChat
+from mantou.api.openai_completions import OpenAICompletions
+from mantou.api.openapi import document
+from mantou.api.service import Service
+from mantou.errors import MantouError
+
+DIALECTS: tuple[Dialect[Any], ...] = (OpenAIChat(), OpenAICompletions())
+
+
+def create_app(service: Service) -> Starlette:
+    """The whole server for one service. It answers /health at once; the model may become ready later."""
+    admin = Admin(service, describe=lambda: document(service.version, DIALECTS))
+    routes: list[BaseRoute] = [
+        Route(dialect.path, GenerationRoute(service, dialect), methods=["POST"]) for dialect in DIALECTS
+    ]
+    routes += [Route(path, answer, methods=["GET"]) for path, answer in admin.routes().items()]
+    return Starlette(
+        routes=routes,
+        middleware=_middleware(service),
+        exception_handlers={MantouError: _mantou_error, HTTPException: _http_error},
+        lifespan=_lifespan(service),
+    )
+
+
+def _middleware(service: Service) -> list[Middleware]:
+    config = service.config
+    stack = [Middleware(Guard, host=config.host, allow_origins=config.allow_origins), Middleware(Boundary)]
+    if config.allow_origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        cors = Middleware(
+            CORSMiddleware, allow_origins=config.allow_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        stack.insert(0, cors)
+    return stack
+
+
+def _lifespan(service: Service) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        service.attach(asyncio.get_running_loop())
+        if service.on_start is not None:
+            service.on_start(service)
+        yield
+        if service.on_stop is not None:
+            await asyncio.to_thread(service.on_stop)
+
+    return lifespan
+
+
+async def _mantou_error(request: Request, error: Exception) -> Response:
+    return error_response(error if isinstance(error, MantouError) else internal(error))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What the router raises: no such path, no such method."""
+    if not isinstance(error, HTTPException):
+        return error_response(internal(error))
+    known: MantouError
+    match error.status_code:
+        case 404:
+            known = NotFound("not found")
+        case 405:
+            known = WrongMethod(f"{request.method} is not allowed here; see GET /v1 for the routes.")
+        case _:
+            known = RequestFailed(error.detail)
+            known.status = error.status_code
+    return error_response(known, error.headers)
+
+
+class Boundary:
+    """Answers an unexpected error with a plain 500 and logs it under an id; nothing of the inside gets out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:  # the last one who can answer: a request must not end without one
+            known = internal(error)
+            if started:
+                raise
+            await error_response(known)(scope, receive, send)

@@ -1,0 +1,107 @@
+"""The OpenAPI 3.1 document, made from the field tables and the response types. Knows no service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mantou.api.openai_wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
+
+if TYPE_CHECKING:
+    from mantou.api.generation_route import Dialect
+
+Schema = dict[str, Any]
+
+# Path of a generation route -> its whole answer and its chunk.
+_ANSWERS: Mapping[str, tuple[type, type]] = {
+    "/v1/chat/completions": (ChatCompletion, ChatChunk),
+    "/v1/completions": (Completion, Completion),
+}
+_OBJECT: Schema = {"type": "object"}
+_ERRORS = {
+    "400": "A field is wrong; `param` names it.",
+    "413": "The body is too large.",
+    "429": "The queue is full; try again after `Retry-After` seconds.",
+    "500": "The server failed on this request.",
+    "503": "No model is loaded.",
+}
+# Path -> (what it answers, its content type, its schema or the type that has one).
+_READS: Mapping[str, tuple[str, str, Schema | type]] = {
+    "/v1": ("Name, version, model and routes.", "application/json", _OBJECT),
+    "/v1/models": ("The served model, then what else could be served.", "application/json", ModelList),
+    "/v1/models/{model_id}": ("The served model.", "application/json", Model),
+    "/health": ("Alive, whatever the model does.", "application/json", _OBJECT),
+    "/stats": ("What the server does now.", "application/json", _OBJECT),
+    "/downloads": ("The last downloads, conversions and loads.", "application/json", _OBJECT),
+    "/library": ("The models on this disk.", "application/json", _OBJECT),
+    "/metrics": ("Prometheus text.", "text/plain", {"type": "string"}),
+    "/openapi.json": ("This document.", "application/json", _OBJECT),
+    "/": ("A page that shows the state.", "text/html", {"type": "string"}),
+}
+
+
+def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
+    """The whole document."""
+    types = [*{kind for pair in _ANSWERS.values() for kind in pair}, Model, ModelList, ErrorBody]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    refs = dict(zip(types, schemas, strict=True))
+    paths = {dialect.path: {"post": _generation(dialect, refs)} for dialect in dialects}
+    paths |= {path: {"get": _read(path, *entry, refs)} for path, entry in _READS.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "mantou",
+            "version": version,
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {"schemas": dict(components)},
+    }
+
+
+def _content(kind: str, schema: Schema) -> Schema:
+    return {"content": {kind: {"schema": schema}}}
+
+
+def _errors(refs: Mapping[type, Schema], *statuses: str) -> Schema:
+    return {
+        status: {"description": _ERRORS[status], **_content("application/json", refs[ErrorBody])}
+        for status in statuses
+    }
+
+
+def _generation(dialect: Dialect[Any], refs: Mapping[type, Schema]) -> Schema:
+    whole, chunk = _ANSWERS[dialect.path]
+    answer = {
+        "description": "The answer; with `stream`, chunks as server-sent events up to `data: [DONE]`.",
+        "content": {
+            "application/json": {"schema": refs[whole]},
+            "text/event-stream": {"schema": refs[chunk]},
+        },
+    }
+    return {
+        "operationId": dialect.path.strip("/").replace("/", "_"),
+        "summary": (type(dialect).__doc__ or "").strip(),
+        "requestBody": {"required": True, **_content("application/json", dialect.schema())},
+        "responses": {"200": answer, **_errors(refs, "400", "413", "429", "500", "503")},
+    }
+
+
+def _read(path: str, doc: str, kind: str, shape: Schema | type, refs: Mapping[type, Schema]) -> Schema:
+    schema = shape if isinstance(shape, dict) else refs[shape]
+    operation: Schema = {
+        "operationId": "get_" + (path.strip("/").translate(str.maketrans("/.{}", "____")) or "page"),
+        "summary": doc,
+        "responses": {"200": {"description": doc, **_content(kind, schema)}},
+    }
+    if "{model_id}" in path:
+        operation["parameters"] = [
+            {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+        operation["responses"]["404"] = {
+            "description": "This server has another model.",
+            **_content("application/json", refs[ErrorBody]),
+        }
+    return operation

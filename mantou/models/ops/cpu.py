@@ -1,0 +1,146 @@
+"""The CPU implementation of a graph's building blocks, on the C++ kernels. Knows no requests and no KV."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mantou.errors import ConfigError
+from mantou.models.ops.plain import PlainOps
+from mantou.protocols import DeviceOps
+
+_PLANES = {"exact": 2, "int8": 1}  # int8 planes of an activation
+
+
+def cpu_ops(
+    *, threads: int | None = None, activations: str = "exact", environ: Mapping[str, str] = os.environ
+) -> DeviceOps:
+    """The kernels if they can be trusted, else plain MLX with a note. MANTOU_CPU_KERNELS=0 asks for plain MLX."""
+    if activations not in _PLANES:
+        raise ConfigError(f"--cpu-activations takes exact or int8, not {activations!r}.")
+    if environ.get("MANTOU_CPU_KERNELS", "1") == "0":
+        return PlainOps("CPU kernels are off (MANTOU_CPU_KERNELS=0): plain MLX, slow")
+    reason = unusable()
+    if reason is not None:
+        return PlainOps(f"CPU kernels are not in use ({reason}): plain MLX, slow")
+    return CpuOps(threads=threads, planes=_PLANES[activations])
+
+
+_verdict: list[str | None] = []  # of this process; filled once
+
+
+def unusable() -> str | None:
+    """Why the kernels cannot be used in this process, or None. Imports and tests them on the first call."""
+    if not _verdict:
+        _verdict.append(_examine())
+    return _verdict[0]
+
+
+def _examine() -> str | None:
+    try:
+        kernels = importlib.import_module("mantou_kernels")
+    except ImportError as error:
+        if getattr(error, "name", None) == "mantou_kernels":
+            return "the package mantou-kernels is not installed; `pip install ./kernels` builds it"
+        return str(error)  # another MLX, or a library that does not load
+    if not kernels.supported():
+        return "this CPU has neither AVX2 nor NEON dot products"
+    from mantou.models.ops.self_test import self_test
+
+    failure = self_test()
+    return f"self-test failed: {failure}" if failure else None
+
+
+class CpuOps:
+    """Replaces linear layers, embeddings, expert stacks and the mx.fast entry points of a loaded graph."""
+
+    name = "cpu"
+
+    def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
+        import mantou_kernels as kernels
+
+        self._planes = planes
+        kernels.set_threads(threads or kernels.usable_cpus())
+
+    def install(self, model: Any) -> Sequence[str]:
+        """Packs the weights module by module, dropping each original: the peak is one module above the model."""
+        import mantou_kernels as kernels
+
+        from mantou.models.ops import fast
+
+        fast.patch_mx_fast()
+        fast.patch_mlx_lm()
+        left = [path for path, parent, key in _weighted(model) if not self._replace(parent, key)]
+        mode = "" if self._planes == 2 else ", 8-bit activations"
+        notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{mode}"]
+        if left:
+            notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
+        return notes
+
+    def _replace(self, parent: Any, key: Any) -> bool:
+        from mantou.models.ops import modules
+
+        module = parent[key]
+        if not modules.is_packable(module):
+            return False
+        (packed,) = modules.pack([module])
+        parent[key] = _PACKED[_kind(module)](module, packed, self._planes)
+        return True
+
+
+def _kind(module: Any) -> str | None:
+    """linear, embedding or experts for exactly the classes whose forward we know, None for all others."""
+    known = {
+        nn.Linear: "linear",
+        nn.QuantizedLinear: "linear",
+        nn.Embedding: "embedding",
+        nn.QuantizedEmbedding: "embedding",
+    }
+    if type(module) in known:
+        return known[type(module)]
+    home = type(module).__module__, type(module).__name__
+    experts = ("mlx_lm.models.switch_layers", ("SwitchLinear", "QuantizedSwitchLinear"))
+    return "experts" if home[0] == experts[0] and home[1] in experts[1] else None
+
+
+def _weighted(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """(path, container, key) of every module of a known kind, each found before anything is replaced."""
+    found: list[tuple[str, Any, Any]] = []
+
+    def walk(path: str, container: Any) -> None:
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, value in items:
+            inner = f"{path}.{key}" if path else str(key)
+            if isinstance(value, nn.Module) and _kind(value) is not None:
+                found.append((inner, container, key))
+            elif isinstance(value, dict | list | tuple):
+                walk(inner, value)
+
+    walk("", model)
+    yield from found
+
+
+def _packed_linear(module: Any, packed: Any, planes: int) -> nn.Module:
+    from mantou.models.ops.modules import PackedLinear
+
+    return PackedLinear(module, packed, planes)
+
+
+def _packed_embedding(module: Any, packed: Any, planes: int) -> nn.Module:
+    from mantou.models.ops.modules import PackedEmbedding
+
+    return PackedEmbedding(module, packed, planes)
+
+
+def _packed_experts(module: Any, packed: Any, planes: int) -> nn.Module:
+    from mantou.models.ops.modules import PackedExperts
+
+    return PackedExperts(module, packed, planes)
+
+
+_PACKED = {"linear": _packed_linear, "embedding": _packed_embedding, "experts": _packed_experts}

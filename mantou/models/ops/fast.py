@@ -1,0 +1,151 @@
+"""The mx.fast entry points on the CPU kernels. Knows no model; whatever it cannot do goes to plain MLX.
+
+mlx-lm graphs call `mx.fast.rms_norm`, `rope` and `scaled_dot_product_attention` by attribute, and MLX has no CPU kernel
+for them: it falls back to a dozen scalar operations each. So the attributes are replaced, once and for the process.
+Work on another device or stream, and types that the kernels do not know, reach the original function.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mantou_kernels as kernels
+import mlx.core as mx
+
+_FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+
+_rms_norm = mx.fast.rms_norm
+_layer_norm = mx.fast.layer_norm
+_rope = mx.fast.rope
+_attention = mx.fast.scaled_dot_product_attention
+
+
+def _ours(stream: Any, *arrays: mx.array | None) -> bool:
+    """Whether the call runs on the default CPU stream with float arrays."""
+    if stream is not None or mx.default_device() != mx.cpu:
+        return False
+    return all(a is None or a.dtype in _FLOATS for a in arrays)
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
+    if not _ours(stream, x, weight):
+        return _rms_norm(x, weight, eps, stream=stream)
+    return kernels.rms_norm(x, weight, eps)
+
+
+def layer_norm(
+    x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, *, stream: Any = None
+) -> mx.array:
+    if not _ours(stream, x, weight, bias):
+        return _layer_norm(x, weight, bias, eps, stream=stream)
+    return kernels.layer_norm(x, weight, bias, eps)
+
+
+def rope(
+    a: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    stream: Any = None,
+) -> mx.array:
+    if not _ours(stream, a, freqs) or a.ndim < 3:
+        return _rope(
+            a,
+            dims,
+            traditional=traditional,
+            base=base,
+            scale=scale,
+            offset=offset,
+            freqs=freqs,
+            stream=stream,
+        )
+    if not isinstance(offset, mx.array):
+        offset = mx.array(offset, mx.int32)
+    return kernels.rope(a, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs)
+
+
+def scaled_dot_product_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    *,
+    scale: float,
+    mask: str | mx.array | None = None,
+    sinks: mx.array | None = None,
+    force_fused: bool = False,
+    stream: Any = None,
+) -> mx.array:
+    known_mask = mask is None or isinstance(mask, mx.array) or mask in ("", "causal")
+    if force_fused or not known_mask or not _ours(stream, q, k, v, sinks):
+        return _attention(
+            q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream
+        )
+    if isinstance(mask, mx.array):
+        return kernels.attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    return kernels.attention(q, k, v, scale=scale, causal=mask == "causal", sinks=sinks)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x, as mlx_lm.models.activations.swiglu."""
+    if not _ours(None, gate, x) or gate.dtype != x.dtype or gate.shape != x.shape:
+        return gate * mx.sigmoid(gate) * x
+    return kernels.gate("silu", gate, x)
+
+
+def gated_delta_ops(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """As mlx_lm.models.gated_delta.gated_delta_ops, which walks the steps in Python."""
+    if state is None:
+        state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], q.shape[3]), dtype=mx.float32)
+    y, new = kernels.gated_delta(q, k, v, g, beta, state, mask)
+    return y, new.astype(state.dtype)
+
+
+# mlx-lm functions that plain MLX runs as many small operations: (module, name) -> ours. Graph files import some of them
+# by name, so every module of the package that holds the original gets ours.
+_MLX_LM: dict[tuple[str, str], Callable[..., Any]] = {
+    ("mlx_lm.models.activations", "swiglu"): swiglu,
+    ("mlx_lm.models.gated_delta", "gated_delta_ops"): gated_delta_ops,
+}
+
+
+def patch_mx_fast() -> None:
+    """Replaces the entry points of mx.fast in this process. Calling it again changes nothing."""
+    mx.fast.rms_norm = rms_norm
+    mx.fast.layer_norm = layer_norm
+    mx.fast.rope = rope
+    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+
+
+def patch_mlx_lm() -> None:
+    """Replaces the functions of _MLX_LM in the graph modules that are loaded so far; call it after each load."""
+    graphs = [module for name, module in sys.modules.items() if name.startswith("mlx_lm.models.")]
+    for (module_name, name), ours in _MLX_LM.items():
+        home = sys.modules.get(module_name)
+        original = getattr(home, name, None)
+        if original is None or original is ours:
+            continue
+        for module in graphs:
+            if getattr(module, name, None) is original:
+                setattr(module, name, ours)
+
+
+def restore_mx_fast() -> None:
+    """Puts the original entry points of mx.fast back: for tests that compare both in one process."""
+    mx.fast.rms_norm = _rms_norm
+    mx.fast.layer_norm = _layer_norm
+    mx.fast.rope = _rope
+    mx.fast.scaled_dot_product_attention = _attention

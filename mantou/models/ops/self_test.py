@@ -1,0 +1,181 @@
+"""Runs every CPU primitive on small inputs and compares it with plain MLX. Run once, before kernels are trusted.
+
+C++ objects cross the border between two separately built libraries here: a wrong MLX shows as wrong numbers or worse,
+so nothing is installed before this has passed. It takes some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mantou_kernels as kernels
+import mlx.core as mx
+
+# Largest error over largest value. 16-bit activations give 3e-5; 8-bit ones 1e-2; f32 arithmetic 1e-6.
+_EXACT, _QUANTISED, _INT8 = 5e-6, 1e-4, 3e-2
+
+
+def _normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed + sum(shape)))
+
+
+def _error(ours: mx.array, theirs: mx.array) -> float:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return float("inf")
+    scale = mx.maximum(mx.max(mx.abs(theirs)), 1e-30)
+    return float(mx.max(mx.abs(ours - theirs)) / scale)
+
+
+Case = tuple[str, float, Callable[[], tuple[mx.array, mx.array]]]
+
+
+def _linear_cases() -> Iterator[Case]:
+    x = _normal(3, 256)
+    for bits in (2, 3, 4, 5, 6, 8):
+        packed = mx.quantize(_normal(40, 256, seed=bits), group_size=64, bits=bits)
+        (weights,) = kernels.pack_affine(*[[p] for p in packed], group_size=64, bits=bits)
+
+        def plain(packed: Any = packed, bits: int = bits) -> mx.array:
+            return mx.quantized_matmul(x, *packed, group_size=64, bits=bits)
+
+        def rows(packed: Any = packed, bits: int = bits) -> mx.array:
+            return mx.dequantize(*[p[:3] for p in packed], group_size=64, bits=bits)
+
+        ids = mx.arange(3, dtype=mx.int32)
+        yield f"linear {bits} bits", _QUANTISED, lambda w=weights, p=plain: (kernels.linear(x, w), p())
+        yield (
+            f"linear {bits} bits int8",
+            _INT8,
+            lambda w=weights, p=plain: (kernels.linear(x, w, planes=1), p()),
+        )
+        yield f"embed {bits} bits", 0.0, lambda w=weights, r=rows: (kernels.embed(ids, w, mx.float32), r())
+    dense = _normal(40, 256, seed=9)
+    (weights,) = kernels.pack_dense([dense])
+    yield "linear dense", _EXACT, lambda: (kernels.linear(x, weights), x @ dense.T)
+
+
+def _expert_cases() -> Iterator[Case]:
+    x, stack = _normal(4, 64), _normal(3, 32, 64, seed=1)
+    (weights,) = kernels.pack_dense([stack])
+    source, expert = mx.array([0, 3, 1, 2, 2]), mx.array([2, 0, 1, 1, 2])
+    want = (x[source][:, None] @ stack[expert].swapaxes(-1, -2)).squeeze(1)
+    yield "experts", _EXACT, lambda: (kernels.gather_linear(x, weights, source, expert), want)
+    head = _normal(100, 64, seed=2)
+    (packed,) = kernels.pack_dense([head])
+    order = mx.argsort(-(x @ head.T), axis=-1)[:, :5].astype(mx.int32)
+    yield "head top", 0.0, lambda: (kernels.linear_top(x, packed, 5)[1], order)
+    a, b, slot = _normal(2, 4, 64, seed=3), _normal(2, 32, 4, seed=4), mx.array([0, -1, 1, 0])
+    base, scale = _normal(4, 32, seed=5), mx.array([0.5, 2.0])
+    low = mx.einsum("mk,mrk->mr", x, a[mx.maximum(slot, 0)])
+    delta = mx.einsum("mr,mnr->mn", low, b[mx.maximum(slot, 0)]) * scale[mx.maximum(slot, 0)][:, None]
+    adapted = base + mx.where(slot[:, None] >= 0, delta, 0.0)
+    yield "adapters", _EXACT, lambda: (kernels.adapter_rows(base, x, a, b, scale, slot), adapted)
+
+
+def _row_cases(plain: Any) -> Iterator[Case]:
+    x, weight, bias = _normal(5, 72), _normal(72, seed=1), _normal(72, seed=2)
+    yield "rms_norm", _EXACT, lambda: (kernels.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    yield (
+        "layer_norm",
+        _EXACT,
+        lambda: (kernels.layer_norm(x, weight, bias, 1e-5), plain.layer_norm(x, weight, bias, 1e-5)),
+    )
+    g, u = _normal(3, 70, seed=3), _normal(3, 70, seed=4)
+    # Written out: nn.silu and its kin are compiled functions, and compiling takes longer than the whole test.
+    cubic = 0.7978845608 * (g + 0.044715 * g * g * g)
+    gates = {
+        "silu": g * mx.sigmoid(g),
+        "gelu_tanh": 0.5 * g * (1 + mx.tanh(cubic)),
+        "gelu_erf": 0.5 * g * (1 + mx.erf(g * 0.7071067812)),
+    }
+    for kind, gated in gates.items():
+        yield f"gate {kind}", _EXACT, lambda k=kind, y=gated: (kernels.gate(k, g, u), y * u)
+    heads, offset = _normal(2, 3, 4, 40, seed=5), mx.array([7, 300])
+    periods = 10000.0 ** (mx.arange(16) / 16)
+    for traditional in (False, True):
+        for frequencies in ({"base": 10000.0}, {"base": None, "freqs": periods}):
+            arguments = {"traditional": traditional, "scale": 0.5, "offset": offset, **frequencies}
+            yield (
+                "rope",
+                _EXACT,
+                lambda a=arguments: (kernels.rope(heads, 32, **a), plain.rope(heads, 32, **a)),
+            )
+
+
+def _attention_cases(plain: Any) -> Iterator[Case]:
+    q = _normal(2, 5, 6, 40).transpose(0, 2, 1, 3)
+    k, v = _normal(2, 2, 64, 40, seed=1)[:, :, :37], _normal(2, 2, 64, 40, seed=2)[:, :, :37]
+    allowed = (mx.random.uniform(shape=(2, 1, 5, 37), key=mx.random.key(3)) > 0.3) | (mx.arange(37) == 0)
+    sinks = _normal(6, seed=4)
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({"causal": True}, {"mask": "causal"}),
+        ({"mask": allowed}, {"mask": allowed}),
+        ({"mask": mx.where(allowed, 0.0, -1e9), "sinks": sinks},) * 2,
+    ]
+    for ours, theirs in ways:
+        yield (
+            "attention",
+            _EXACT,
+            lambda o=ours, t=theirs: (
+                kernels.attention(q, k, v, scale=0.16, **o),
+                plain.scaled_dot_product_attention(q, k, v, scale=0.16, **t),
+            ),
+        )
+    buffer, rows = _normal(2, 2, 16, 40, seed=5), _normal(2, 2, 3, 40, seed=6)
+    index = mx.broadcast_to((mx.array([4, 9])[:, None] + mx.arange(3))[:, None, :, None], rows.shape)
+    want = mx.put_along_axis(buffer, index, rows, axis=2)
+    yield "kv_write", 0.0, lambda: (kernels.kv_write(buffer, rows, mx.array([4, 9])), want)
+
+
+def _scan_cases() -> Iterator[Case]:
+    q, k, v = _normal(2, 3, 2, 32), _normal(2, 3, 2, 32, seed=1), _normal(2, 3, 4, 8, seed=2)
+    g, beta = mx.sigmoid(_normal(2, 3, 4, seed=3)), mx.sigmoid(_normal(2, 3, 4, seed=4))
+    start = _normal(2, 4, 8, 32, seed=5)
+
+    def delta_steps() -> mx.array:
+        state, keys, queries = start, mx.repeat(k, 2, -2), mx.repeat(q, 2, -2)
+        for t in range(3):
+            state = state * g[:, t, :, None, None]
+            seen = (state * keys[:, t, :, None]).sum(-1)
+            state = state + ((v[:, t] - seen) * beta[:, t, :, None])[..., None] * keys[:, t, :, None]
+        return mx.concatenate([(state * queries[:, 2, :, None]).sum(-1).flatten(), state.flatten()])
+
+    def delta_kernel() -> mx.array:
+        y, state = kernels.gated_delta(q, k, v, g, beta, start)
+        return mx.concatenate([y[:, 2].flatten(), state.flatten()])
+
+    yield "gated_delta", _EXACT, lambda: (delta_kernel(), delta_steps())
+    x, b, c = _normal(2, 3, 4, 8, seed=6), _normal(2, 3, 2, 16, seed=7), _normal(2, 3, 2, 16, seed=8)
+    a_log, d, dt = _normal(4, seed=9), _normal(4, seed=10), mx.sigmoid(_normal(2, 3, 4, seed=11))
+    first = _normal(2, 4, 8, 16, seed=12)
+
+    def ssm_steps() -> mx.array:
+        state = first
+        for t in range(3):
+            decay = mx.exp(-mx.exp(a_log) * dt[:, t])[..., None, None]
+            inputs = (dt[:, t, :, None] * x[:, t])[..., None] * mx.repeat(b[:, t], 2, 1)[:, :, None]
+            state = state * decay + inputs
+        y = (state * mx.repeat(c[:, 2], 2, 1)[:, :, None]).sum(-1) + x[:, 2] * d[:, None]
+        return mx.concatenate([y.flatten(), state.flatten()])
+
+    def ssm_kernel() -> mx.array:
+        y, state = kernels.ssm(x, a_log, b, c, d, dt, first)
+        return mx.concatenate([y[:, 2].flatten(), state.flatten()])
+
+    yield "ssm", _EXACT, lambda: (ssm_kernel(), ssm_steps())
+
+
+def self_test(plain: Any = mx.fast) -> str | None:
+    """None when every primitive agrees with plain MLX, else one clause that names the first which does not.
+
+    `plain` provides the original rms_norm, layer_norm, rope and scaled_dot_product_attention.
+    """
+    cases = [*_linear_cases(), *_expert_cases(), *_row_cases(plain), *_attention_cases(plain), *_scan_cases()]
+    for name, limit, run in cases:
+        ours, theirs = run()
+        error = _error(ours, theirs)
+        if not error <= limit:
+            return f"{name} is off by {error:.1e}"
+    return None

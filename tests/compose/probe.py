@@ -1,0 +1,92 @@
+"""What a family can do, found by running its tiny model. `python -m tests.compose.probe` writes models/families.json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mantou.data import Request, Sampling
+from mantou.models import families
+from mantou.models.load import make_caches
+from mantou.models.runner import LAYOUTS, layout_names
+from tests.compose.families import BROKEN, FAMILIES, OWN_CACHE, RECOMPUTE, tiny
+from tests.compose.harness import Case, capabilities, model, requests, run
+from tests.fakes import NoisyOracle
+
+TABLE = Path(families.__file__).with_name("families.json")
+NUM_TOKENS = 14
+STAGGERED = {"r1": 1, "r2": 3, "r3": 5}
+
+
+def probe(name: str) -> dict[str, Any]:
+    """The family's row of families.json."""
+    reason = BROKEN.get(name) or OWN_CACHE.get(name)
+    if reason is None:
+        kinds = {type(cache).__name__ for cache in make_caches(tiny(name))}
+        unknown = sorted(kinds - set(LAYOUTS))
+        reason = (
+            f"its layers keep their cache in {', '.join(unknown)}, which has no layout yet"
+            if unknown
+            else None
+        )
+    if reason is None:
+        reason = difference(name)
+    if reason is not None:
+        return {"supported": False, "reason": reason}
+    found = capabilities(name)
+    row: dict[str, Any] = {"supported": True, "layouts": sorted(layout_names(model(name).caches))}
+    row |= {} if found.ragged_offsets else {"ragged_offsets": False}
+    row |= {} if found.ragged_widths else {"ragged_widths": False}
+    row |= {} if found.mask_axes == 4 else {"mask_axes": found.mask_axes}
+    return row
+
+
+def difference(name: str) -> str | None:
+    """The first run whose tokens are not those of the graph with mlx-lm's own cache, None if all agree."""
+    vocab = model(name).config.get("vocab_size") or model(name).config["text_config"]["vocab_size"]
+    wanted = requests(Sampling(), NUM_TOKENS)[:4]
+    expected = {request.id: serial(name, request) for request in wanted}
+    oracle = NoisyOracle(expected, 0.7, min(vocab, 97))
+    cases = {
+        "one row": (Case(name), {}),
+        "rows of different lengths": (Case(name, rows=3, chunk=16), STAGGERED),
+        "idle rows and padding": (Case(name, rows=3, chunk=16, bucketed=True), STAGGERED),
+        "drafts": (Case(name, rows=3, provider=oracle), {}),
+    }
+    for what, (case, arrivals) in cases.items():
+        outcome = run(case, wanted, arrivals)
+        errors = [event.error for event in outcome.events if event.error]
+        if errors:
+            return f"{what}: {errors[0]}"
+        if outcome.tokens != expected:
+            return f"{what} give other tokens than mlx-lm"
+    return None
+
+
+def serial(name: str, request: Request) -> list[int]:
+    """Greedy tokens of the bare graph."""
+    module = tiny(name)
+    assert request.max_tokens is not None
+    tokens: Sequence[int] = request.prompt
+    made: list[int] = []
+    caches = None if name in RECOMPUTE else list(make_caches(module))
+    while len(made) < request.max_tokens:
+        logits = module(mx.array([tokens])) if caches is None else module(mx.array([tokens]), cache=caches)
+        made.append(int(mx.argmax(logits[0, -1])))
+        tokens = [*tokens, made[-1]] if caches is None else [made[-1]]
+    return made
+
+
+if __name__ == "__main__":
+    names = sys.argv[1:] or list(FAMILIES)
+    table = json.loads(TABLE.read_text("utf-8")) if sys.argv[1:] else {}
+    for name in names:
+        table[name] = probe(name)
+        print(name, table[name], flush=True)
+    lines = [f"  {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")

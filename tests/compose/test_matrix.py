@@ -1,0 +1,113 @@
+"""The composition matrix: whatever is combined, every request gets the tokens of its plain single-row run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mantou.data import Request
+from mantou.spec.none import NoDraft
+from tests.compose.axes import combinations, wishes
+from tests.compose.harness import VOCAB, Case, Outcome, requests, run
+from tests.fakes import ConstraintsFor, DictStore, Modulo, NoisyOracle
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_5", "mamba2")
+# Their graphs sum a chunk of tokens in another order than single tokens, so log-probabilities agree to 1e-4 only.
+SCANS = ("mamba2",)
+ARRIVALS = {"r1": 2, "r2": 3, "r3": 9, "r4": 11, "r5": 11}
+CELLS = [
+    pytest.param(family, cell, id=f"{family}-" + "-".join(str(value) for value in cell.values()))
+    for index, family in enumerate(FAMILIES)
+    for cell in combinations(index)
+]
+
+
+def constraints(kind: str) -> ConstraintsFor:
+    """Rows 1 and 3 are constrained, their neighbours are not."""
+    return ConstraintsFor(
+        {} if kind == "none" else {name: lambda: Modulo(VOCAB) for name in ("r1", "r3", "t1", "t3")}
+    )
+
+
+def second_turn(first: Sequence[Request], answers: dict[str, list[int]]) -> list[Request]:
+    """Each conversation goes on: prompt + answer + a few new tokens."""
+    return [replace(r, id=f"t{i}", prompt=(*r.prompt, *answers[r.id], 1, 2, 3)) for i, r in enumerate(first)]
+
+
+@cache
+def reference(family: str, sampler: str, codec: str, constraint: str) -> tuple[Outcome, Outcome]:
+    """One row, no drafts, no store, whole prompts: both turns."""
+    first = requests(wishes(sampler))
+    plain = Case(family, codec=codec, constraints=constraints(constraint))
+    one = run(plain, first)
+    return one, run(plain, second_turn(first, one.tokens))
+
+
+def logprobs(outcome: Outcome) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for event in outcome.events:
+        found.setdefault(event.request_id, []).extend(event.logprobs)
+    return found
+
+
+def check(family: str, expected: Outcome, got: Outcome) -> None:
+    assert not [event.error for event in got.events if event.error]
+    assert got.tokens == expected.tokens
+    if family not in SCANS:
+        assert logprobs(got) == logprobs(expected)
+    for request_id, entries in logprobs(expected).items():
+        found = [entry.logprob for entry in logprobs(got)[request_id]]
+        assert found == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+
+
+@pytest.mark.parametrize(("family", "cell"), CELLS)
+def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
+    family: str, cell: dict[str, Any]
+) -> None:
+    sampler, codec, constraint = cell["sampler"], cell["codec"], cell["constraint"]
+    expected, expected_next = reference(family, sampler, codec, constraint)
+    first = requests(wishes(sampler))
+    answers = {**expected.tokens, **expected_next.tokens}
+    store = DictStore() if cell["store"] == "dict" else None
+    case = Case(
+        family,
+        rows=cell["rows"],
+        chunk=cell["chunk"],
+        codec=codec,
+        bucketed=cell["shapes"] == "bucketed",
+        provider=NoisyOracle(answers, 0.7, VOCAB) if cell["provider"] == "oracle" else NoDraft(),
+        constraints=constraints(constraint),
+        **({"store": store} if store else {}),
+    )
+    staggered = ARRIVALS if cell["order"] == "staggered" else {}
+    if cell["order"] == "leavers":
+        leavers = run(case, first, staggered, cancel={"r0": 4, "r2": 6})
+        for name in ("r1", "r3", "r4", "r5"):
+            assert leavers.tokens[name] == expected.tokens[name]
+    check(family, expected, run(case, first, staggered))
+    check(family, expected_next, run(case, second_turn(first, expected.tokens), staggered))
+    if store:
+        assert store.hits, "the second turn must find the first"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_run_equals_mlx_lm_with_its_own_cache(family: str) -> None:
+    import mlx.core as mx
+
+    from mantou.models.load import make_caches
+    from tests.compose.harness import model
+
+    expected, _ = reference(family, "greedy", "off", "none")
+    module = model(family).module
+    for request in requests(wishes("greedy")):
+        caches = make_caches(module)
+        logits = module(mx.array([request.prompt]), cache=list(caches))
+        tokens = []
+        while len(tokens) < request.max_tokens:
+            tokens.append(int(mx.argmax(logits[0, -1])))
+            logits = module(mx.array([[tokens[-1]]]), cache=list(caches))
+        assert expected.tokens[request.id] == tokens

@@ -1,0 +1,102 @@
+"""Proof that the matrix can fail: each planted fault must change some request's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mantou.data import Sampling
+from mantou.engine import step as step_module
+from mantou.kv.batch import KVBatch
+from mantou.kv.geometry import Geometry
+from mantou.kv.layouts import RecurrentState
+from mantou.models.runner import Runner
+from mantou.sampling import noise, sampler
+from tests.compose.harness import VOCAB, Case, requests, run
+from tests.fakes import NoisyOracle
+
+STAGGERED = {"r1": 2, "r2": 3, "r3": 9, "r4": 11}
+
+
+def differs(family: str = "llama", sampling: Sampling = Sampling(), *, plant: Any, **changes: Any) -> bool:
+    """Whether the combined run differs from the plain one once `plant()` was called."""
+    wanted = requests(sampling)
+    expected = run(Case(family), wanted)
+    oracle = NoisyOracle(expected.tokens, 0.6, VOCAB)
+    case = Case(family, rows=4, chunk=16, provider=oracle, **changes)
+    assert run(case, wanted, STAGGERED).tokens == expected.tokens
+    plant()
+    try:
+        return run(case, wanted, STAGGERED).tokens != expected.tokens
+    except AssertionError:
+        return True
+
+
+def test_accepting_every_draft_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept_all(draft: Sequence[int], drawn: Sequence[int]) -> list[int]:
+        return [*draft, drawn[len(draft)]]
+
+    assert differs(plant=lambda: monkeypatch.setattr(step_module, "agree", accept_all))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_keeping_rejected_tokens_in_the_kv_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = KVBatch.commit
+    assert differs(
+        family,
+        plant=lambda: monkeypatch.setattr(KVBatch, "commit", lambda s, g, kept: commit(s, g, g.num_tokens)),
+    )
+
+
+def test_recurrent_state_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert differs(
+        "mamba2", plant=lambda: monkeypatch.setattr(RecurrentState, "rewind", lambda s, g, kept: True)
+    )
+
+
+def test_skipping_the_replay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def skip(runner: Runner, group: Any, tokens: Any, kept: Sequence[int]) -> None:
+        runner.kv.commit(group, group.num_tokens)
+
+    assert differs("qwen3_5", plant=lambda: monkeypatch.setattr(Runner, "replay", skip))
+
+
+def test_a_mask_that_shows_other_rows_garbage_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everything(geometry: Geometry, span: int, window: int) -> mx.array:
+        return mx.ones((geometry.num_rows, 1, geometry.width, span), mx.bool_)
+
+    assert differs(plant=lambda: monkeypatch.setattr(Geometry, "causal_mask", everything))
+
+
+def test_a_window_one_token_too_wide_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring_mask = Geometry.ring_mask
+    assert differs(
+        "gemma3_text",
+        plant=lambda: monkeypatch.setattr(
+            Geometry, "ring_mask", lambda s, size, w: ring_mask(s, size, w + 1)
+        ),
+    )
+
+
+def test_noise_keyed_by_the_row_instead_of_the_position_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    uniform = noise.uniform
+
+    def by_row(words: mx.array, positions: mx.array, size: int, stream: int) -> mx.array:
+        return uniform(
+            words, mx.arange(positions.size, dtype=mx.uint32).reshape(positions.shape), size, stream
+        )
+
+    assert differs(
+        sampling=Sampling(temperature=0.9),
+        plant=lambda: monkeypatch.setattr(sampler.noise, "uniform", by_row),
+    )
+
+
+def test_a_slot_that_moves_without_its_kv_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(batch: KVBatch, source: int, target: int) -> None:
+        batch.lengths[target], batch.lengths[source] = batch.lengths[source], 0
+
+    assert differs(plant=lambda: monkeypatch.setattr(KVBatch, "move", forget))
