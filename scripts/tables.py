@@ -1,0 +1,135 @@
+"""The tables of docs/, each read from the code or from a test's result. Knows no files of docs/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+    return "\n".join([line(head), "|" + "---|" * len(head), *(line(row) for row in rows)])
+
+
+# ------------------------------------------------------------------ docs/flags.md
+def flags() -> str:
+    """Every verb of the command line with its arguments and options."""
+    import typer.main
+
+    from mantou.cli import app
+
+    group: Any = typer.main.get_command(app)
+    return "\n\n".join(
+        _verb(name, command) for name, command in sorted(group.commands.items()) if not command.hidden
+    )
+
+
+def _verb(name: str, command: Any) -> str:
+    rows = [
+        _parameter(one) for one in command.params if one.name != "help" and not getattr(one, "hidden", False)
+    ]
+    text = f"## mantou {name}\n\n{(command.help or '').strip()}"
+    return f"{text}\n\n{markdown(('flag', 'default', 'what it does'), rows)}" if rows else text
+
+
+def _parameter(parameter: Any) -> tuple[str, str, str]:
+    if parameter.param_type_name == "argument":
+        names = parameter.name.upper()
+    else:
+        names = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    default = parameter.default
+    shown = "" if default is None or callable(default) or default is False else f"`{default}`"
+    return f"`{names}`", shown, getattr(parameter, "help", None) or ""
+
+
+# ------------------------------------------------------------------ docs/api.md
+def routes() -> str:
+    """Every HTTP route, then the fields of each body, from the server's own OpenAPI document."""
+    paths = _openapi()["paths"]
+    rows = [
+        (method.upper(), f"`{path}`", operation["summary"])
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+    ]
+    bodies = [(path, operations["post"]) for path, operations in paths.items() if "post" in operations]
+    return "\n\n".join(
+        [markdown(("method", "path", "what it answers"), rows), *(_body(*body) for body in bodies)]
+    )
+
+
+def _openapi() -> dict[str, Any]:
+    from mantou import __version__
+    from mantou.api.app import DIALECTS
+    from mantou.api.openapi import document
+
+    return dict(document(__version__, DIALECTS))
+
+
+def _body(path: str, operation: Any) -> str:
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    required = set(schema.get("required", ()))
+    rows = [
+        (
+            f"`{name}`",
+            _type(field) + (" (required)" if name in required else ""),
+            field.get("description", ""),
+        )
+        for name, field in schema["properties"].items()
+    ]
+    return f"## Fields of `{path}`\n\n{markdown(('field', 'type', 'what it does'), rows)}"
+
+
+def _type(field: Any) -> str:
+    """`number, 0 to 2`: the JSON type without null, and its bounds."""
+    named = field.get("type", "any")
+    kinds = [named] if isinstance(named, str) else named
+    shown = " or ".join(kind for kind in kinds if kind != "null")
+    low, high = (_bound(field.get(side)) for side in ("minimum", "maximum"))
+    if low and high:
+        return f"{shown}, {low} to {high}"
+    return f"{shown}, at least {low}" if low else shown
+
+
+def _bound(value: float | None) -> str:
+    """A bound as text; empty where there is none worth saying."""
+    return "" if value is None or abs(value) >= 1e9 else f"{value:g}"
+
+
+# ------------------------------------------------------------------ docs/models.md
+def families() -> str:
+    """Every model family that the matrix knows: supported or refused, and why."""
+    from mantou.models.families import table
+
+    found = sorted(table().items())
+    supported = [
+        (name, ", ".join(row.layouts), _batching(row), row.reason) for name, row in found if row.supported
+    ]
+    refused = [(name, row.reason) for name, row in found if not row.supported]
+    parts = [f"{len(supported)} families are served:"]
+    parts.append(markdown(("family", "layers", "rows of one step", "note"), supported))
+    if refused:
+        parts += [f"{len(refused)} families are refused at load:", markdown(("family", "reason"), refused)]
+    return "\n\n".join(parts)
+
+
+def _batching(row: Any) -> str:
+    if row.ragged_offsets and row.ragged_widths:
+        return "any mix"
+    return "same number of tokens" if row.ragged_offsets else "same length"
+
+
+# ------------------------------------------------------------------ docs/performance/README.md
+def performance() -> str:
+    """The newest result of `make bench`."""
+    from tests.bench.report import table
+
+    results = sorted((ROOT / "docs" / "performance").glob("*.json"))
+    if not results:
+        return "No result is recorded yet: run `make bench`."
+    return f"From [{results[-1].name}]({results[-1].name}).\n\n{table(json.loads(results[-1].read_text()))}"
