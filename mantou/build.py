@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_id(folder: Path, config: Config) -> str:
-    """What clients see as the model's name: what the user asked for, or the folder's name for a path."""
+    """What clients see as the model's name: a converted model's own, the folder's for a path, else what was asked for."""
+    from mantou.models.hub.store import read_manifest
+
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        return manifest.repo_id
     return folder.name if Path(config.model).expanduser().exists() else config.model
 
 
@@ -207,7 +212,7 @@ def make_service(
                 template=assembly.template,
                 generation_config=assembly.generation_config,
                 created=int(time.time()),
-                library=lambda: library_rows(config),
+                library=lambda: library_rows(config, assembly.folder),
             )
             service.loaded(loaded, engine)
             on_ready(info)
@@ -228,8 +233,8 @@ def make_service(
     return Service(config, board, version=__version__, on_start=start, on_stop=stop)
 
 
-def library_rows(config: Config) -> list[Mapping[str, Any]]:
+def library_rows(config: Config, serving: Path) -> list[Mapping[str, Any]]:
     """Local models for GET /library."""
-    from mantou.models.hub.registry import library
+    from mantou.models.hub.library import local_library
 
-    return list(library(cache_dir=config.cache_dir))
+    return list(local_library(config.cache_dir, serving=serving))

@@ -8,6 +8,8 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 
 _GIB = 1 << 30
+# A CPU reads 10 to 50 GB/s: more weights a token than this and an answer takes minutes.
+_CPU_ACTIVE_BYTES = 3_000_000_000
 
 
 def _size(num_bytes: int) -> str:
@@ -36,10 +38,14 @@ def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
 
 def _stronger(info: ModelInfo) -> str | None:
     """The strongest curated model that fits this machine, if it is not the one that runs."""
-    from mantou.models.device import machine_memory_bytes
+    from mantou.models import families
+    from mantou.models.device import this_device
     from mantou.models.hub.catalog import strongest_fit
 
-    entry = strongest_fit(machine_memory_bytes())
+    device = this_device()
+    supported = {name for name, family in families.table().items() if family.supported}
+    active = _CPU_ACTIVE_BYTES if device.on_cpu else None
+    entry = strongest_fit(device.memory_bytes, supported, max_active_bytes=active)
     if entry is None or entry.repo_id == info.id:
         return None
     return f"{entry.repo_id} fits this machine: mantou get {entry.repo_id}"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mantou.cli.get import CacheDir
+from mantou.cli.options import CacheDir
 from mantou.errors import MantouError
 
 

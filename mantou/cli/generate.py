@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,7 +38,7 @@ def generate(
         loaded = load(
             model, board=board, kv_quant=kv_quant, dtype=dtype, revision=revision, cache_dir=cache_dir
         )
-    wish = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    wish: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     with loaded:
         start = loaded.stream_text if raw else loaded.stream
         for event in start(text, max_tokens=max_tokens, **wish):

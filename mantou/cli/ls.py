@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mantou.cli.get import CacheDir
+from mantou.cli.options import CacheDir
 from mantou.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,12 +58,13 @@ def parse_size(text: str) -> int:
 
 
 def model_table(entries: list[Entry], *, revisions: bool = False) -> Table:
-    """A row a model, with a verdict for this machine's memory."""
+    """A row a model, with a verdict for the memory of this machine's device."""
     from rich.table import Table
 
-    from mantou.models.hub.library import assess, machine_memory_bytes
+    from mantou.models.device import this_device
+    from mantou.models.hub.library import assess
 
-    memory = machine_memory_bytes()
+    memory = this_device().memory_bytes
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")  # a name that is cut off cannot be copied
     for title in ("type", "parameters", "bits", "size", "context", "fits"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from mantou.cli.get import CacheDir
+from mantou.cli.options import CacheDir
 
 
 def scan(cache_dir: CacheDir = None) -> None:

@@ -1,4 +1,4 @@
-"""The engine: one model thread that owns every array, and a thread-safe front of six methods. Knows no text, no HTTP."""
+"""The engine: one model thread that owns every array, and a thread-safe front of six methods. No text, no HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ T = TypeVar("T")
 class Engine:
     """Runs requests on its own thread.
 
-    `load` builds the Step on the model thread (MLX streams are thread-local); `on_ready` and `on_failed` are called from
-    there. Requests submitted before that wait. Events reach `mailbox`, all of a step's in one call.
+    `load` builds the Step on the model thread (MLX streams are thread-local); `on_ready` and `on_failed` are called
+    from there. Requests submitted before that wait. Events reach `mailbox`, all of a step's in one call.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Engine:
         """Frees a request's row before the next step. Unknown and finished ids are ignored."""
         self._inbox.put(lambda: self._step.cancel(request_id) if self._step else None)
 
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Runs `function` on the model thread between two steps, with nothing in flight."""
+    def call(self, fn: Callable[[], T]) -> Future[T]:
+        """Runs `fn` on the model thread between two steps, with nothing in flight."""
         future: Future[T] = Future()
 
         def run() -> None:
             if self._step is not None:
                 self._step.land()
             try:
-                future.set_result(function())
+                future.set_result(fn())
             except Exception as error:  # it belongs to the caller, who finds it in the future
                 future.set_exception(error)
 

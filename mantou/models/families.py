@@ -33,7 +33,7 @@ class Family:
 
 @cache
 def table() -> dict[str, Family]:
-    rows = json.loads(resources.files(__package__).joinpath("families.json").read_text("utf-8"))
+    rows = json.loads(resources.files("mantou.models").joinpath("families.json").read_text("utf-8"))
     return {
         name: Family(
             name=name,

@@ -30,7 +30,7 @@ class Selection:
 class SelectedHead(nn.Module):
     """A projection to the vocabulary behind a selection."""
 
-    def __init__(self, inner: nn.Module, selection: Selection) -> None:
+    def __init__(self, inner: Any, selection: Selection) -> None:
         super().__init__()
         self.inner = inner
         self._selection = selection
@@ -42,7 +42,7 @@ class SelectedHead(nn.Module):
 class SelectedEmbedding(nn.Module):
     """A tied embedding: looks up as before, projects behind a selection."""
 
-    def __init__(self, inner: nn.Module, selection: Selection) -> None:
+    def __init__(self, inner: Any, selection: Selection) -> None:
         super().__init__()
         self.inner = inner
         self._selection = selection
@@ -73,7 +73,7 @@ def _candidates(module: nn.Module) -> list[tuple[nn.Module, str, type]]:
 
 
 def install(module: Any) -> Selection | None:
-    """Wraps the head of a loaded graph. None if no module of it turns out to be the head: then all positions project."""
+    """Wraps the head of a loaded graph. None if none of its modules is the head: then all positions project."""
     selection = Selection()
     tokens = mx.zeros((1, 2), mx.int32)
     for parent, name, wrapper in _candidates(module):

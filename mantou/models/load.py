@@ -109,7 +109,7 @@ def _quantize(module: nn.Module, config: Mapping[str, Any], weights: Mapping[str
     """Replaces the layers whose weights are packed; each with its own bits and group size."""
     quantization = config["quantization"]
 
-    def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+    def choose(path: str, layer: Any) -> bool | dict[str, Any]:
         if path in quantization:
             return quantization[path]
         if not hasattr(layer, "to_quantized") or f"{path}.scales" not in weights:
@@ -133,9 +133,11 @@ def _read_weights(files: list[Path]) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
     for path in files:
         try:
-            weights.update(mx.load(str(path)))
+            loaded = mx.load(str(path))
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"{path} cannot be loaded ({error}); download the model again.") from None
+        assert isinstance(loaded, dict), "a safetensors file maps names to arrays"
+        weights.update(loaded)
     return weights
 
 
@@ -159,7 +161,8 @@ def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
     Raises ModelError in one sentence for a folder that is corrupt, needs its own code, or is of an unsupported family.
     """
     config = read_config(folder)
-    family = families.check(ALIASES.get(config["model_type"], config["model_type"]))
+    model_type = str(config["model_type"])
+    family = families.check(ALIASES.get(model_type, model_type))
     if "quantization" not in config and "quantization_config" in config:
         raise ModelError(
             f"{folder} is quantised by {config['quantization_config'].get('quant_method', 'another tool')}; "
@@ -199,7 +202,7 @@ def describe(
     """Wraps an evaluated graph, loaded or made by a test."""
     from mlx.utils import tree_flatten
 
-    arrays = [array for _, array in tree_flatten(module.parameters())]
+    arrays: list[mx.array] = list(dict(tree_flatten(module.parameters())).values())
     floating = [a for a in arrays if mx.issubdtype(a.dtype, mx.floating)]
     largest = max(floating, key=lambda a: a.size).dtype if floating else mx.float32
     return LoadedModel(

@@ -51,8 +51,8 @@ LAYOUTS: dict[str, tuple[str, LayoutFactory]] = {
 def layout_names(caches: Sequence[Any]) -> dict[str, int]:
     """How many layers have which layout, e.g. {"full": 4, "window": 20}."""
     counts: dict[str, int] = {}
-    for cache in caches:
-        name = LAYOUTS[type(cache).__name__][0] if type(cache).__name__ in LAYOUTS else type(cache).__name__
+    for kind in (type(cache).__name__ for cache in caches):
+        name = LAYOUTS[kind][0] if kind in LAYOUTS else kind
         counts[name] = counts.get(name, 0) + 1
     return counts
 
@@ -93,7 +93,7 @@ class Runner:
         self.kv.begin(group)
         if wanted is None or group.width == 1:
             return tokens, self.model.module(tokens, cache=self.kv.layers)
-        index = mx.array(wanted, dtype=mx.int32)[:, None]
+        index = mx.array(list(wanted), dtype=mx.int32)[:, None]
         if self._selection is None:
             logits = self.model.module(tokens, cache=self.kv.layers)
             return tokens, mx.take_along_axis(logits, index[..., None], axis=1)

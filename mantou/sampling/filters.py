@@ -1,4 +1,4 @@
-"""Which tokens a draw may pick: top_p, min_p, XTC, top_k, in this order (mlx-lm's). Masks only; logits stay as they are.
+"""Which tokens a draw may pick: top_p, min_p, XTC, top_k, in this order (mlx-lm's). Masks only; no logit changes.
 
 All arrays are float32[B, T, V] unless said otherwise; a filtered token is -inf.
 """
@@ -37,11 +37,11 @@ def drop_xtc(logprobs: mx.array, params: RowParams, positions: mx.array) -> mx.a
     probs = mx.softmax(logprobs, axis=-1)
     above = mx.where(probs > params.xtc_threshold, probs, mx.inf)
     drop = probs > above.min(axis=-1, keepdims=True)
-    exempt = np.zeros((len(params.rows), 1, logprobs.shape[-1]), np.bool_)
+    exempt = np.zeros((len(params.rows), 1, logprobs.shape[-1]), np.uint8)
     for row, sampling in enumerate(params.rows):
-        exempt[row, 0, list(sampling.xtc_exempt)] = True
+        exempt[row, 0, list(sampling.xtc_exempt)] = 1
     chance = noise.uniform(params.words, positions, 1, noise.XTC)
-    return mx.where(drop & ~mx.array(exempt) & (chance <= params.xtc_probability), -mx.inf, logprobs)
+    return mx.where(drop & (mx.array(exempt) == 0) & (chance <= params.xtc_probability), -mx.inf, logprobs)
 
 
 def keep_top_k(logprobs: mx.array, top_k: mx.array, max_top_k: int) -> mx.array:

@@ -62,10 +62,10 @@ def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.arra
 
 def _constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
     """bool[B, T, V] from (row, position, uint8[V]) entries; everything else is allowed."""
-    mask = np.ones(tuple(shape), np.bool_)
+    mask = np.ones(tuple(shape), np.uint8)
     for row, position, entries in allowed:
         mask[row, position] = entries
-    return mx.array(mask)
+    return mx.array(mask) > 0
 
 
 class DeviceSampler:
@@ -86,7 +86,7 @@ class DeviceSampler:
         history: History = (),
         allowed: Sequence[tuple[int, int, Any]] = (),
     ) -> Draw:
-        where = mx.array(positions, dtype=mx.uint32) if params.any_sampled else None
+        where = mx.array([list(row) for row in positions], dtype=mx.uint32) if params.any_sampled else None
         mask = _constraint_mask(allowed, logits.shape) if allowed else None
         return sample(logits, params, where, history, mask)
 

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mantou.cli.gc import gc
-from mantou.cli.get import get, show_progress
+from mantou.cli.get import get
 from mantou.cli.ls import ls, parse_size
 from mantou.cli.scan import scan
 from mantou.errors import ConfigError, ModelNotFound
-from mantou.progress import ProgressBoard
 from tests.unit import gguf_files as files
 from tests.unit.hub_caches import add_snapshot, model_files
 
@@ -21,7 +19,9 @@ from tests.unit.hub_caches import add_snapshot, model_files
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
-    monkeypatch.setenv("MANTOU_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("mantou.models.hub.store.default_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("mantou.models.hub.default_cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr("mantou.models.hub.sources.default_cache_dir", lambda: tmp_path / "cache")
     add_snapshot(folder, "org/text", "old-commit", model_files())
     add_snapshot(folder, "org/text", "new-commit", model_files(), "main")
     add_snapshot(folder, "org/eyes", "c1", model_files(vision_config={}), "main")
@@ -80,22 +80,6 @@ def test_get_converts_prints_the_folder_and_tells_each_stage(hub: Path, tmp_path
 
 def test_get_raises_what_the_entry_point_prints(hub: Path) -> None:
     assert isinstance(run("get", "no-such-model").exception, ModelNotFound)
-
-
-def test_a_terminal_gets_bars(tmp_path: Path) -> None:
-    with (tmp_path / "terminal").open("w+") as out:
-        board = ProgressBoard()
-        with show_progress(board, Console(file=out, force_terminal=True, width=120)):
-            task = board.task("org/m")
-            task.stage("download", total_bytes=2_000_000)
-            task.advance(2_000_000)
-            task.stage("load")
-            task.done()
-        out.seek(0)
-        text = out.read()
-    assert "download" in text
-    assert "2.0/2.0 MB" in text
-    assert "load" in text
 
 
 @pytest.mark.parametrize(("text", "size"), [("8GB", 8e9), ("500 mb", 5e8), ("1.5", 1.5e9), ("10B", 10)])

@@ -11,7 +11,7 @@ import pytest
 from mantou.errors import ConfigError, ModelNotFound
 from mantou.models.hub import registry as registry_module
 from mantou.models.hub.catalog import CATALOG, fits, strongest_fit
-from mantou.models.hub.library import assess, library, machine_memory_bytes
+from mantou.models.hub.library import assess, library, local_library
 from mantou.models.hub.registry import Registry
 from mantou.models.hub.store import MANIFEST
 from tests.unit.hub_caches import add_snapshot, model_files, weights
@@ -232,5 +232,12 @@ def test_the_strongest_model_that_fits_is_named() -> None:
     assert all(fits(strongest_fit(n * GB).size_bytes, n * GB) for n in range(2, 256, 7))
 
 
-def test_this_machine_has_memory() -> None:
-    assert machine_memory_bytes() > 100_000_000
+def test_the_local_library_knows_the_families_of_the_matrix(
+    registry: Registry, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    snapshot = add_snapshot(hub, "org/a", "c1", model_files(), "main")
+    add_snapshot(hub, "org/z", "c1", model_files(model_type="exotic"), "main")
+    known, unknown = local_library(tmp_path / "store", serving=snapshot)
+    assert (known["repo_id"], known["support_tier"], known["serving"]) == ("org/a", "targeted", True)
+    assert unknown["support_tier"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
@@ -11,8 +10,6 @@ from mantou.models.hub import catalog
 from mantou.models.hub.registry import Entry
 
 Tier = Literal["targeted", "generic"]
-
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 class Assessment(TypedDict):
@@ -85,12 +82,14 @@ def assess(entry: Entry, memory_bytes: int, bandwidth_bytes_per_s: float | None 
     )
 
 
-def machine_memory_bytes() -> int:
-    """Main memory of this machine, or of the container that limits it."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [
-        int(text)
-        for path in _CGROUP_LIMITS
-        if path.is_file() and (text := path.read_text().strip()).isdecimal()
-    ]
-    return min([total, *limits])
+def local_library(cache_dir: Path | None = None, serving: Path | None = None) -> list[LibraryRow]:
+    """The models of this user on this machine's default device; families that pass the matrix are targeted."""
+    from mantou.models import families
+    from mantou.models.device import this_device
+    from mantou.models.hub import open_registry
+
+    tiers: dict[str, Tier] = {
+        name: "targeted" for name, family in families.table().items() if family.supported
+    }
+    entries = open_registry(cache_dir).entries()
+    return library(entries, memory_bytes=this_device().memory_bytes, tiers=tiers, serving=serving)
