@@ -12,6 +12,7 @@ import itertools
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -22,7 +23,7 @@ from mantou.chat.stream import TextStream
 from mantou.config import STARTER, Config
 from mantou.data import Message, ModelInfo, Prompt, Request, Sampling, TextEvent, TokenEvent, Usage
 from mantou.engine.engine import Engine
-from mantou.errors import ContextOverflow, MantouError
+from mantou.errors import ContextOverflow, MantouError, QueueFull
 from mantou.progress import ProgressBoard
 
 Chat = str | Sequence[Message | Mapping[str, Any]]
@@ -109,15 +110,19 @@ class Model:
         stop: Sequence[str] = (),
         **sampling: Any,
     ) -> list[Completion]:
-        """Answers several conversations at once, in one batch; each as if it were alone."""
+        """Answers several conversations at once, in one batch; chat i as if it were alone with seed + i."""
         wish = Sampling(**sampling)
-        streams = [
-            self._stream(
-                self.template.render(_messages(chat)), max_tokens, stop, replace(wish, seed=wish.seed + i)
-            )
-            for i, chat in enumerate(chats)
-        ]
-        return [_fold(stream) for stream in streams]
+        answers: list[Completion] = []
+        streams: deque[Iterator[TextEvent]] = deque()
+        for i, prompt in enumerate([self.template.render(_messages(chat)) for chat in chats]):
+            while len(streams) + len(answers) == i:
+                try:
+                    streams.append(self._stream(prompt, max_tokens, stop, replace(wish, seed=wish.seed + i)))
+                except QueueFull:
+                    if not streams:  # other threads filled the queue
+                        raise
+                    answers.append(_fold(streams.popleft()))
+        return [*answers, *(_fold(stream) for stream in streams)]
 
     def close(self) -> None:
         self.engine.close()
@@ -148,15 +153,17 @@ class Model:
         text = TextStream(
             self.tokenizer, stop=stop, reasoning=self.template.reasoning, reasoning_open=prompt.reasoning_open
         )
-        events = self._mailboxes.open(request.id)
+        reader = self._read(request.id, self._mailboxes.open(request.id), text)
+        next(reader)  # it has begun, so that dropping it frees the row even if nobody reads
         self.engine.submit(request)
-        return self._read(request.id, events, text)
+        return reader
 
     def _read(
         self, request_id: str, events: queue.SimpleQueue[TokenEvent], text: TextStream
     ) -> Iterator[TextEvent]:
         finished = False
         try:
+            yield TextEvent()
             while not finished:
                 event = text.feed(events.get())
                 if event.error is not None:

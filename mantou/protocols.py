@@ -15,6 +15,8 @@ from mantou.data import Request, Sampling, TokenEvent
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mantou.kv.pieces import Piece, State
+
 
 # ------------------------------------------------------------------ engine <-> world
 class Mailbox(Protocol):
@@ -137,13 +139,6 @@ class KVCodec(Protocol):
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
 
 
-class Snapshot(Protocol):
-    """The KV of one row up to `num_tokens`, detached from its slot."""
-
-    num_tokens: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class CacheKey:
     """Everything besides tokens that the stored numbers depend on. Nothing may be served under another key."""
@@ -154,19 +149,42 @@ class CacheKey:
     provider: str
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """KV that need not be computed: contiguous pieces from position 0 to `num_tokens`, and the recurrent state there."""
+
+    num_tokens: int
+    pieces: tuple[Piece, ...]
+    state: State | None = None
+
+
+class RowKV(Protocol):
+    """One running row's KV, for a store to copy what it lacks."""
+
+    def columns(self, lo: int, hi: int) -> Piece: ...
+    def state(self) -> State | None:
+        """The recurrent state after all tokens that were put; None for models without recurrent layers."""
+        ...
+
+
 class PrefixStore(Protocol):
     """Finds KV that was computed before. A composite of stores is itself a store."""
 
-    def match(self, key: CacheKey, tokens: Sequence[int]) -> Snapshot | None:
-        """The longest stored prefix of `tokens` (at most len - 1 tokens, so that one is left to run)."""
-        ...
-
-    def put(self, key: CacheKey, tokens: Sequence[int], snapshot: Snapshot) -> None: ...
-    def shrink(self, nbytes: int) -> int: ...
-
     @property
     def wants(self) -> bool:
-        """Whether snapshots are worth taking at all."""
+        """Whether it keeps anything at all."""
+        ...
+
+    def match(self, key: CacheKey, tokens: Sequence[int], session: str | None = None) -> Hit | None:
+        """The longest stored prefix of `tokens`, at most len - 1 of them, so that one is left to run."""
+        ...
+
+    def put(self, key: CacheKey, tokens: Sequence[int], row: RowKV, session: str | None = None) -> None:
+        """Keeps the KV of `tokens`, copying from `row` only what is not there yet."""
+        ...
+
+    def shrink(self, nbytes: int) -> int:
+        """Frees at least `nbytes` of memory if it holds so much; returns what it freed."""
         ...
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mantou.data import Request, TokenEvent
-from mantou.protocols import CacheKey
+from mantou.protocols import CacheKey, Hit, RowKV
 
 
 class Inbox:
@@ -57,10 +57,10 @@ class DictStore:
     wants = True
 
     def __init__(self) -> None:
-        self.entries: dict[tuple[CacheKey, tuple[int, ...]], Any] = {}
+        self.entries: dict[tuple[CacheKey, tuple[int, ...]], Hit] = {}
         self.hits = 0
 
-    def match(self, key: CacheKey, tokens: Sequence[int]) -> Any | None:
+    def match(self, key: CacheKey, tokens: Sequence[int], session: str | None = None) -> Hit | None:
         for length in range(len(tokens) - 1, 0, -1):
             found = self.entries.get((key, tuple(tokens[:length])))
             if found is not None:
@@ -68,8 +68,11 @@ class DictStore:
                 return found
         return None
 
-    def put(self, key: CacheKey, tokens: Sequence[int], snapshot: Any) -> None:
-        self.entries[key, tuple(tokens)] = snapshot
+    def put(self, key: CacheKey, tokens: Sequence[int], row: RowKV, session: str | None = None) -> None:
+        size = len(tokens)
+        cuts = [0, size // 2, size] if size > 1 else [0, size]  # two pieces, so that joining them is tested
+        pieces = tuple(row.columns(lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False))
+        self.entries[key, tuple(tokens)] = Hit(size, pieces, row.state())
 
     def shrink(self, nbytes: int) -> int:
         self.entries.clear()

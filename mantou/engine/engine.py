@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from mantou.data import Request, TokenEvent, Usage
 from mantou.engine.step import Step
-from mantou.errors import EngineStopped, MantouError, ModelError, QueueFull
+from mantou.errors import EngineStopped, MantouError, ModelError, ModelUnavailable, QueueFull
 from mantou.protocols import Mailbox
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._step: Step | None = None
         self._closing = False
+        self._failure = ""  # why loading failed
         self._admission = threading.Lock()
         self._num_submitted = 0  # in the inbox, not yet seen by the model thread
         self._thread = threading.Thread(target=self._run, name="mantou-model", daemon=True)
@@ -52,33 +53,38 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises QueueFull at `max_waiting` waiting requests, EngineStopped while shutting down."""
+        """Queues a request.
+
+        Raises QueueFull at `max_waiting` waiting requests, EngineStopped while shutting down, ModelUnavailable after
+        loading failed. What was queued before gets its last event in every case.
+        """
         with self._admission:
-            if self._closing:
-                raise EngineStopped("The server is shutting down; send the request to another one.")
+            self._check_open()
             waiting = len(self._step.waiting) if self._step else 0
             if waiting + self._num_submitted >= self._max_waiting:
                 raise QueueFull(f"{self._max_waiting} requests are waiting already; try again in a moment.")
             self._num_submitted += 1
-        self._inbox.put(lambda: self._accept(request))
+            self._inbox.put(lambda: self._accept(request))
 
     def cancel(self, request_id: str) -> None:
         """Frees a request's row before the next step. Unknown and finished ids are ignored."""
         self._inbox.put(lambda: self._step.cancel(request_id) if self._step else None)
 
     def call(self, fn: Callable[[], T]) -> Future[T]:
-        """Runs `fn` on the model thread between two steps, with nothing in flight."""
+        """Runs `fn` on the model thread between two steps, with nothing in flight. Raises what `submit` does."""
         future: Future[T] = Future()
 
         def run() -> None:
-            if self._step is not None:
-                self._step.land()
             try:
+                if self._step is not None:
+                    self._step.land()
                 future.set_result(fn())
             except Exception as error:  # it belongs to the caller, who finds it in the future
                 future.set_exception(error)
 
-        self._inbox.put(run)
+        with self._admission:
+            self._check_open()
+            self._inbox.put(run)
         return future
 
     def stats(self) -> Mapping[str, Any]:
@@ -119,6 +125,13 @@ class Engine:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
+    def _check_open(self) -> None:
+        """Called with `_admission` held, so that nothing is queued after the model thread's last look."""
+        if self._failure:
+            raise ModelUnavailable(f"No model is loaded: {self._failure}")
+        if self._closing:
+            raise EngineStopped("The server is shutting down; send the request to another one.")
+
     # ------------------------------------------------------------------ the model thread
     def _accept(self, request: Request) -> None:
         with self._admission:
@@ -126,10 +139,10 @@ class Engine:
         if self._step is not None:
             self._step.submit(request)
         else:
-            usage = Usage(len(request.prompt), 0)
-            self._mailbox.put(
-                [TokenEvent(request.id, finish="error", error="no model is loaded", usage=usage)]
+            event = TokenEvent(
+                request.id, finish="error", error=self._failure, usage=Usage(len(request.prompt), 0)
             )
+            self._mailbox.put([event])
 
     def _run(self) -> None:
         try:
@@ -143,17 +156,22 @@ class Engine:
             return
         self._on_ready()
         while not self._closing:
-            self._drain_inbox(block=not self._step.busy)
+            self._guard(self._step, lambda step: self._drain_inbox(block=not step.busy))
             if self._step.busy and not self._closing:
-                self._advance(self._step)
-            if events := self._step.take_events():
-                self._mailbox.put(events)
+                self._guard(self._step, Step.advance)
+            self._deliver(self._step)
+        self._drain_inbox(block=False)
         self._step.fail_all("the server is shutting down")
-        self._mailbox.put(self._step.take_events())
+        self._deliver(self._step)
 
-    def _advance(self, step: Step) -> None:
+    def _deliver(self, step: Step) -> None:
+        if events := step.take_events():
+            self._mailbox.put(events)
+
+    @staticmethod
+    def _guard(step: Step, action: Callable[[Step], None]) -> None:
         try:
-            step.advance()
+            action(step)
         except Exception:  # a defect of the engine itself: its requests end, the server goes on
             log.exception("a step failed")
             step.fail_all("the engine failed on this step; see the server's log")
@@ -172,6 +190,6 @@ class Engine:
     def _refuse(self, error: MantouError) -> None:
         """Loading failed: every request gets the reason."""
         with self._admission:
-            self._closing = True
+            self._closing, self._failure = True, error.message
         self._on_failed(error)
         self._drain_inbox(block=False)

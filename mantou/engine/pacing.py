@@ -8,12 +8,12 @@ _SMOOTHING = 0.2
 class Pacer:
     """Keeps running averages of a decode step's time and of the time a prompt token takes.
 
-    `chunk` is a power of two between `smallest` and `largest` tokens.
+    `chunk` is `largest` tokens while no row decodes, else a power of two between `smallest` and `largest`.
     """
 
     def __init__(self, largest: int, smallest: int = 16) -> None:
         self.largest = largest
-        self.smallest = min(smallest, largest)
+        self.smallest = min(smallest, 1 << (largest.bit_length() - 1))
         self.decode_s: float | None = None
         self.token_s: float | None = None
         self.mixed_s = 0.0  # time of steps that held both, and the prompt's part of it
@@ -23,10 +23,11 @@ class Pacer:
         """Most prompt tokens of the next step."""
         if not num_decoding:
             return self.largest
-        if not self.decode_s or not self.token_s:  # not measured yet
-            return min(max(64, self.smallest), self.largest)
-        fitting = max(int(self.decode_s / self.token_s), self.smallest)
-        return min(1 << (fitting.bit_length() - 1), self.largest)
+        fitting = 64.0  # until both are measured
+        if self.decode_s and self.token_s:
+            fitting = self.decode_s / self.token_s
+        bounded = int(min(max(fitting, self.smallest), self.largest))
+        return 1 << (bounded.bit_length() - 1)
 
     def observe(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """One step's wall time and what it held."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from mantou.data import FinishReason, Request, Usage
-from mantou.protocols import Constraint, Load
+from mantou.protocols import CacheKey, Constraint, Load
 
 
 @dataclass(slots=True, eq=False)
@@ -22,9 +22,12 @@ class Sequence:
     num_kv: int = 0
     num_cached: int = 0
     num_inflight: int = 0  # tokens drawn on the device that the host has not read yet
+    num_published: int = 0  # tokens whose KV the prefix store has seen
+    cache_key: CacheKey | None = None
     slot: int = -1
     eos_token: int | None = None  # the token that ended it; not part of `tokens`
     finish: FinishReason | None = None
+    ended: bool = False  # its last event is out
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +63,12 @@ class Sequence:
     def next_tokens(self, num_tokens: int) -> list[int]:
         """The known tokens it feeds next."""
         return self.tokens[self.num_kv : self.num_kv + num_tokens]
+
+    @property
+    def held(self) -> list[int]:
+        """The tokens whose KV the row holds; the one that ended it may be among them."""
+        ended = [] if self.eos_token is None else [self.eos_token]
+        return [*self.tokens, *ended][: self.num_kv]
 
     def extend(self, drawn: Tokens[int]) -> list[int]:
         """Takes drawn tokens up to EOS or the limit; sets `finish` there. Returns the tokens to emit (no EOS)."""

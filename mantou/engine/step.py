@@ -23,6 +23,7 @@ from mantou.engine.pacing import Pacer
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
 from mantou.engine.slots import Slots, runs
+from mantou.kv.batch import RowView
 from mantou.models.runner import Runner
 from mantou.protocols import (
     Adapters,
@@ -38,6 +39,10 @@ from mantou.protocols import (
 from mantou.sampling.verify import agree
 
 log = logging.getLogger(__name__)
+
+# New tokens after which a row's KV is offered to the prefix store again: a prompt that is interrupted keeps what was
+# computed, and a sliding window's columns are copied before they are overwritten.
+PUBLISH_EVERY = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +83,12 @@ class Step:
 
     def submit(self, request: Request) -> None:
         room = self.context_length - len(request.prompt)
-        sequence = Sequence(request, min(room, request.max_tokens or room))
+        sequence = Sequence(request, room if request.max_tokens is None else min(room, request.max_tokens))
         if room <= 0 or not request.prompt:
             self._end(sequence, "error", f"a prompt of {len(request.prompt)} tokens does not fit the context")
-            return
-        if self._own_fault(sequence, lambda: self._constrain(sequence)):
+        elif sequence.limit <= 0:
+            self._end(sequence, "length")
+        elif self._own_fault(sequence, lambda: self._constrain(sequence)):
             self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -107,6 +113,7 @@ class Step:
         self._admit(plan)
         self._settle()
         num_decoding, num_prompt = self._launch(plan)
+        self._publish_progress()
         self._measure(time.perf_counter() - started, num_decoding, num_prompt)
         self.counters.steps += 1
 
@@ -181,14 +188,15 @@ class Step:
             self._reap()
 
     def _reuse_prefix(self, sequence: Sequence) -> None:
-        key = self.axes.cache_key(self.axes.adapters.revision(sequence.request.adapters))
+        request = sequence.request
+        sequence.cache_key = self.axes.cache_key(self.axes.adapters.revision(request.adapters))
         self.counters.prefix_queries += sequence.num_prompt
-        snapshot = self.axes.store.match(key, sequence.request.prompt)
-        if snapshot is not None:
-            self.runner.kv.restore(sequence.slot, snapshot)
-            sequence.num_kv = sequence.num_cached = snapshot.num_tokens
-            self.counters.prefix_hits += snapshot.num_tokens
-            self.counters.cached_tokens += snapshot.num_tokens
+        hit = self.axes.store.match(sequence.cache_key, request.prompt, request.session)
+        if hit is not None:
+            self.runner.kv.fill(sequence.slot, hit)
+            sequence.num_kv = sequence.num_cached = sequence.num_published = hit.num_tokens
+            self.counters.prefix_hits += hit.num_tokens
+            self.counters.cached_tokens += hit.num_tokens
 
     def _settle(self) -> None:
         """Decoding rows to the front, buffers to the number of slots in use. Only while nothing is in flight."""
@@ -213,7 +221,7 @@ class Step:
             self._fly(group, rows, [drafts.get(row.id, ()) if row else () for row in rows], previous)
         num_prompt = 0
         for row in prompts:
-            num_tokens = min(plan.num_tokens[row.id], row.num_pending, self.runner.max_width)
+            num_tokens = self._chunk(row, plan.num_tokens[row.id])
             self._fly(Group(row.slot, self._width(num_tokens), (num_tokens,)), [row], [()], [])
             num_prompt += num_tokens
         for flight in previous:
@@ -225,15 +233,27 @@ class Step:
         self.counters.max_chunks_between_tokens = max(self.counters.max_chunks_between_tokens, waited)
         return len(decoding), num_prompt
 
+    def _chunk(self, row: Sequence, planned: int) -> int:
+        """Prompt tokens of this step. Where the store keeps states, the last token runs on its own, so that the state
+        before it is there when the same prompt comes again."""
+        num_tokens = min(planned, row.num_pending, self.runner.max_width)
+        keeps_state = self.runner.recurrent and self.axes.store.wants
+        return num_tokens - 1 if keeps_state and num_tokens == row.num_pending else num_tokens
+
     def _needs_host(self, row: Sequence) -> bool:
         return (
             row.constraint is not None
-            or self.axes.provider.width(row.request) > 0
+            or self._draft_width(row) > 0
             or self.axes.sampler.wants_history(row.request.sampling)
         )
 
+    def _draft_width(self, row: Sequence) -> int:
+        widths = [0]
+        self._own_fault(row, lambda: widths.append(self.axes.provider.width(row.request)))
+        return widths[-1]
+
     def _propose(self, row: Sequence) -> Rows[int]:
-        width = min(self.axes.provider.width(row.request), row.num_left - 1, self.runner.max_width - 1)
+        width = min(self._draft_width(row), row.num_left - 1, self.runner.max_width - 1)
         if width <= 0:
             return ()
         proposed: list[int] = []
@@ -243,7 +263,9 @@ class Step:
         return proposed
 
     def _width(self, num_tokens: int) -> int:
-        return self.shapes.width(num_tokens) if self.runner.ragged_widths else num_tokens
+        if not self.runner.ragged_widths:
+            return num_tokens
+        return min(self.shapes.width(num_tokens), self.runner.max_width)  # a ring has no room for more
 
     def _decode_groups(
         self, decoding: Rows[Sequence], drafts: dict[str, Rows[int]]
@@ -283,13 +305,14 @@ class Step:
     def _retry_alone(
         self, group: Group, rows: list[Sequence | None], previous: list[Flight], error: Exception
     ) -> None:
+        while previous:  # their tokens must be on the host: a row may have ended by them
+            self._collect(previous.pop())
         active = [row for row in rows if row is not None]
         if len(active) == 1:
-            log.error("request %s failed in the model", active[0].id, exc_info=error)
-            self._end(active[0], "error", f"the model failed on this request: {error}")
+            if active[0].finish is None:
+                log.error("request %s failed in the model", active[0].id, exc_info=error)
+                self._end(active[0], "error", f"the model failed on this request: {error}")
             return
-        while previous:  # their tokens must be on the host before rows can run on their own
-            self._collect(previous.pop())
         for i, row in enumerate(rows):
             if row is not None and row.finish is None:
                 num_tokens = min(row.num_pending, group.num_tokens[i])
@@ -383,15 +406,18 @@ class Step:
             kept[i] = len(taken)
             if row.finish is None:
                 self._take(row, i, taken, drawn)
-                self.axes.provider.observe(row.request, len(draft), len(taken) - 1)
-                self.counters.drafted_tokens += len(draft)
-                self.counters.accepted_tokens += len(taken) - 1
+                self._observe(row, len(draft), len(taken) - 1)
         if not flight.committed:
             if not self.runner.kv.commit(flight.group, kept):
                 self.runner.replay(flight.group, flight.tokens, kept)
             for row, num_tokens in zip(flight.rows, kept, strict=True):
                 if row is not None:
                     row.num_kv += num_tokens
+
+    def _observe(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
+        self._own_fault(row, lambda: self.axes.provider.observe(row.request, num_drafted, num_accepted))
+        self.counters.drafted_tokens += num_drafted
+        self.counters.accepted_tokens += num_accepted
 
     def _take(self, row: Sequence, index: int, taken: Rows[int], drawn: Drawn) -> None:
         emitted = row.extend(taken)
@@ -431,7 +457,9 @@ class Step:
         tokens: tuple[int, ...] = (),
         logprobs: Any = (),
     ) -> None:
-        row.finish = finish
+        if row.ended:  # whatever fails afterwards, a request has one last event
+            return
+        row.finish, row.ended = finish, True
         self.counters.finished[finish] = self.counters.finished.get(finish, 0) + 1
         self._events.append(TokenEvent(row.id, tokens, logprobs, finish, error, row.usage()))
 
@@ -441,7 +469,7 @@ class Step:
             self.running.remove(row)
             if row.finish != "error":
                 self._own_fault(row, lambda row=row: self._publish(row))
-            self.axes.provider.release(row.request)
+            self._own_fault(row, lambda row=row: self.axes.provider.release(row.request))
             self.runner.kv.release(row.slot)
             self.slots.leave(row)
         for row in [row for row in self.waiting if row.finish is not None]:
@@ -449,13 +477,23 @@ class Step:
         if not self.running:
             self.runner.kv.resize(0)
 
+    def _publish_progress(self) -> None:
+        """Offers prompts to the prefix store when they are complete, and long rows on the way."""
+        if not self.axes.store.wants:
+            return
+        for row in self.running:
+            fresh = row.num_kv - row.num_published
+            prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
+            if row.finish is None and (fresh >= PUBLISH_EVERY or (fresh > 0 and prompt_done)):
+                self._own_fault(row, lambda row=row: self._publish(row))
+
     def _publish(self, row: Sequence) -> None:
         """Offers the row's KV to the prefix store, under the tokens it really holds."""
-        if not self.axes.store.wants or not row.num_kv:
-            return
-        held = [*row.tokens, *([row.eos_token] if row.eos_token is not None else [])][: row.num_kv]
-        key = self.axes.cache_key(self.axes.adapters.revision(row.request.adapters))
-        self.axes.store.put(key, held, self.runner.kv.snapshot(row.slot))
+        if self.axes.store.wants and row.num_kv > row.num_published and row.cache_key is not None:
+            self.axes.store.put(
+                row.cache_key, row.held, RowView(self.runner.kv, row.slot), row.request.session
+            )
+            row.num_published = row.num_kv
 
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:
         kind = (bool(num_decoding), bool(num_prompt))

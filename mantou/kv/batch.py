@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.layouts import Layout, Parts
-from mantou.protocols import Group
+from mantou.kv.layouts import Layout
+from mantou.kv.pieces import Parts, Piece, State, to_device, to_host
+from mantou.protocols import Group, Hit
 
 LayoutMaker = Callable[[int], Sequence[Layout]]  # num_slots -> one layout a layer
 
@@ -82,6 +83,8 @@ class KVBatch:
     def commit(self, group: Group, kept: Sequence[int]) -> bool:
         """Row i keeps kept[i] <= num_tokens[i] of the forward. False: run it again, masked to `kept`, and commit."""
         assert self.geometry is not None
+        if not all(0 <= k <= n for k, n in zip(kept, group.num_tokens, strict=True)):
+            raise ValueError(f"a forward of {group.num_tokens} tokens cannot keep {kept}")
         if tuple(kept) != group.num_tokens:
             done = [layer.rewind(self.geometry, kept) for layer in self.layers]
             if not all(done):
@@ -100,6 +103,8 @@ class KVBatch:
 
     def rewind(self, slot: int, num_tokens: int) -> None:
         """Forgets the last `num_tokens` of a row. Only for batches without recurrent layers."""
+        if not 0 <= num_tokens <= self.lengths[slot]:
+            raise ValueError(f"slot {slot} holds {self.lengths[slot]} tokens and cannot forget {num_tokens}")
         self.lengths[slot] -= num_tokens
 
     def release(self, slot: int) -> None:
@@ -133,6 +138,25 @@ class KVBatch:
             layer.restore(slot, parts, snapshot.num_tokens)
         self.lengths[slot] = snapshot.num_tokens
 
+    def columns(self, slot: int, lo: int, hi: int) -> Piece:
+        """A copy of the row's keys and values at positions [lo, hi), in host memory."""
+        return Piece(lo, hi, to_host([layer.columns(slot, lo, hi) for layer in self.layers]))
+
+    def state(self, slot: int) -> State | None:
+        """A copy of the row's recurrent state after its last token; None if the model has none."""
+        stacks = to_host([layer.state(slot) for layer in self.layers])
+        return State(self.lengths[slot], stacks) if stacks else None
+
+    def fill(self, slot: int, hit: Hit) -> None:
+        """Makes the row what it was when the hit's pieces were copied."""
+        num_layers = len(self.layers)
+        columns = to_device([piece.stacks for piece in hit.pieces], num_layers, axis=3)
+        states = to_device([hit.state.stacks] if hit.state else [], num_layers, axis=None)
+        capacity = capacity_bucket(hit.num_tokens + 1)
+        for layer, parts, state in zip(self.layers, columns, states, strict=True):
+            layer.fill(slot, parts, state, hit.num_tokens, capacity)
+        self.lengths[slot] = hit.num_tokens
+
     def arrays(self) -> list[mx.array]:
         """Every buffer, to be evaluated together with the step's outputs."""
         return [array for layer in self.layers for array in layer.arrays()]
@@ -143,3 +167,17 @@ class KVBatch:
         for layer in self.layers:
             for array in layer.arrays():
                 assert array.shape[0] == self.num_slots, (array.shape, self.num_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """One row of a batch as a prefix store sees it (`RowKV`)."""
+
+    batch: KVBatch
+    slot: int
+
+    def columns(self, lo: int, hi: int) -> Piece:
+        return self.batch.columns(self.slot, lo, hi)
+
+    def state(self) -> State | None:
+        return self.batch.state(self.slot)

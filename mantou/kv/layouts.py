@@ -18,9 +18,8 @@ from typing import Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
+from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
-
-Parts = tuple[mx.array, ...]
 
 
 class Layout(Protocol):
@@ -36,6 +35,18 @@ class Layout(Protocol):
 
     def snapshot(self, slot: int, num_tokens: int) -> Parts: ...
     def restore(self, slot: int, parts: Parts, num_tokens: int) -> None: ...
+    def columns(self, slot: int, lo: int, hi: int) -> Parts:
+        """Lazy copies of the row's positions [lo, hi), each [1, H, hi - lo, d]; () for layers without columns."""
+        ...
+
+    def state(self, slot: int) -> Parts:
+        """The row's state after its last token, each [1, ...]; () for layers without a state."""
+        ...
+
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+        """Makes the row hold `num_tokens` positions: `columns` are all of them, `state` is the one after them."""
+        ...
+
     def arrays(self) -> list[mx.array]: ...
     @property
     def nbytes(self) -> int: ...
@@ -125,16 +136,9 @@ class Columns:
         mx.eval(rows)  # so that the buffers have one owner again and the next write is in place
         return rows
 
-    def _place(self, slot: int, rows: Parts) -> None:
-        half = len(rows) // 2
-        if not self.keys:
-            self.keys, self.values = self._grown((), rows[:half]), self._grown((), rows[half:])
-        for part, row in zip((*self.keys, *self.values), rows, strict=True):
-            part[slot : slot + 1, :, : row.shape[2]] = row
-
     def move(self, source: int, target: int, num_tokens: int) -> None:
         if self.keys and num_tokens:
-            self._place(target, self._rows(source, min(num_tokens, self.keys[0].shape[2])))
+            self._filled(target, self._rows(source, min(num_tokens, self.keys[0].shape[2])), 0)
 
     def clear(self, slot: int) -> None:
         pass  # a length of 0 hides everything
@@ -147,10 +151,18 @@ class Columns:
 
     def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
         if parts:
-            self.capacity = max(self.capacity, parts[0].shape[2])
-            self.keys = self._grown(self.keys, parts[: len(parts) // 2])
-            self.values = self._grown(self.values, parts[len(parts) // 2 :])
-            self._place(slot, parts)
+            self._filled(slot, parts, parts[0].shape[2])
+
+    def state(self, slot: int) -> Parts:
+        return ()
+
+    def _filled(self, slot: int, rows: Parts, capacity: int) -> None:
+        """Writes a row's first columns, allocating what is missing."""
+        self.capacity = max(self.capacity, capacity)
+        half = len(rows) // 2
+        self.keys, self.values = self._grown(self.keys, rows[:half]), self._grown(self.values, rows[half:])
+        for part, row in zip((*self.keys, *self.values), rows, strict=True):
+            part[slot : slot + 1, :, : row.shape[2]] = row
 
     def arrays(self) -> list[mx.array]:
         return [*self.keys, *self.values]
@@ -180,6 +192,13 @@ class FullRows(Columns):
         if g.uniform and inside and not return_array:
             return None if g.width == 1 else "causal"
         return g.causal_mask(g.end, 0 if inside else int(window_size or 0))
+
+    def columns(self, slot: int, lo: int, hi: int) -> Parts:
+        return tuple(mx.contiguous(p[slot : slot + 1, :, lo:hi]) for p in (*self.keys, *self.values))
+
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+        if columns:
+            self._filled(slot, columns, capacity)
 
 
 class WindowRing(Columns):
@@ -217,6 +236,18 @@ class WindowRing(Columns):
         if g.uniform and g.end <= window and not return_array:
             return None if g.width == 1 else "causal"
         return g.causal_mask(g.end, window)
+
+    def columns(self, slot: int, lo: int, hi: int) -> Parts:
+        where = mx.arange(lo, hi) % self.size
+        return tuple(mx.take(p[slot : slot + 1], where, axis=2) for p in (*self.keys, *self.values))
+
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+        if not columns:
+            return
+        lo = max(num_tokens - self.size, 0)  # what came before was overwritten, or is outside every window
+        where = mx.array(sorted(range(lo, num_tokens), key=lambda position: position % self.size))
+        rows = tuple(mx.take(part, where, axis=2) for part in columns)
+        self._filled(slot, rows, self.size if num_tokens > self.size else min(capacity, self.size))
 
 
 class RecurrentState:
@@ -319,6 +350,15 @@ class RecurrentState:
 
     def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
         self._set_row(slot, list(parts) if parts else [None] * len(self.cache))
+
+    def columns(self, slot: int, lo: int, hi: int) -> Parts:
+        return ()
+
+    def state(self, slot: int) -> Parts:
+        return tuple(mx.zeros((1, 0)) if s is None else mx.contiguous(s[slot : slot + 1]) for s in self.cache)
+
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+        self._set_row(slot, [row if row.size else None for row in state] or [None] * len(self.cache))
 
     def arrays(self) -> list[mx.array]:
         return [state for state in self.cache if state is not None]

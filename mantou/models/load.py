@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mantou.errors import ModelError
+from mantou.errors import ConfigError, ModelError
 from mantou.models import families
 from mantou.models.checkpoint import read_config, weight_files
 from mantou.models.families import Family
@@ -38,6 +38,9 @@ ALIASES = {
     "gemma4_unified": "gemma4",
     "deepseek_v41_text": "deepseek_v41",
 }
+
+
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}  # --dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def _read_weights(files: list[Path]) -> dict[str, mx.array]:
 def _choose_dtype(asked: str | None, quantized: bool, stored: set[mx.Dtype], on_cpu: bool) -> mx.Dtype | None:
     """The dtype of all floating weights; None leaves the checkpoint's own."""
     if asked is not None:
-        return {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}[asked]
+        return DTYPES[asked]
     # float16 arithmetic is emulated on a CPU (32x slower), and packed weights want float32 scales there.
     if on_cpu and (mx.float16 in stored or quantized):
         return mx.float32
@@ -158,26 +161,30 @@ def _floating(weights: Mapping[str, mx.array]) -> set[mx.Dtype]:
 def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
     """Loads and evaluates a model on the calling thread, which must be the one that runs it.
 
-    Raises ModelError in one sentence for a folder that is corrupt, needs its own code, or is of an unsupported family.
+    Raises ModelError in one sentence for a folder that is corrupt, needs its own code, or is of an unsupported family,
+    and ConfigError for an unknown `dtype`.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype takes {', '.join(DTYPES)}, not {dtype!r}.")
     config = read_config(folder)
     model_type = str(config["model_type"])
     family = families.check(ALIASES.get(model_type, model_type))
-    if "quantization" not in config and "quantization_config" in config:
+    quantized = bool(config.get("quantization"))
+    if not quantized and (foreign := config.get("quantization_config")):
+        tool = foreign.get("quant_method") if isinstance(foreign, dict) else None
         raise ModelError(
-            f"{folder} is quantised by {config['quantization_config'].get('quant_method', 'another tool')}; "
+            f"{folder} is quantised by {tool or 'another tool'}; "
             "convert it to MLX first (mlx_lm.convert) or choose an mlx-community copy."
         )
     weights = _read_weights(weight_files(folder))
     module = build(family.name, config)
-    quantized = "quantization" in config
     try:
         weights = module.sanitize(weights) if hasattr(module, "sanitize") else weights
         if quantized:
             _quantize(module, config, weights)
         module.load_weights(list(weights.items()), strict=True)
     except (ValueError, KeyError, IndexError) as error:
-        reason = str(error).splitlines()[0][:200]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ModelError(f"The weights in {folder} do not fit its config.json ({reason}).") from None
     stored = _floating(weights)
     del weights

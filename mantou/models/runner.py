@@ -51,7 +51,7 @@ LAYOUTS: dict[str, tuple[str, LayoutFactory]] = {
 def layout_names(caches: Sequence[Any]) -> dict[str, int]:
     """How many layers have which layout, e.g. {"full": 4, "window": 20}."""
     counts: dict[str, int] = {}
-    for kind in (type(cache).__name__ for cache in caches):
+    for kind in (type(layer_cache).__name__ for layer_cache in caches):
         name = LAYOUTS[kind][0] if kind in LAYOUTS else kind
         counts[name] = counts.get(name, 0) + 1
     return counts

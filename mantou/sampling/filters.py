@@ -39,7 +39,7 @@ def drop_xtc(logprobs: mx.array, params: RowParams, positions: mx.array) -> mx.a
     drop = probs > above.min(axis=-1, keepdims=True)
     exempt = np.zeros((len(params.rows), 1, logprobs.shape[-1]), np.uint8)
     for row, sampling in enumerate(params.rows):
-        exempt[row, 0, list(sampling.xtc_exempt)] = 1
+        exempt[row, 0, [token for token in sampling.xtc_exempt if token < exempt.shape[-1]]] = 1
     chance = noise.uniform(params.words, positions, 1, noise.XTC)
     return mx.where(drop & (mx.array(exempt) == 0) & (chance <= params.xtc_probability), -mx.inf, logprobs)
 
@@ -47,10 +47,9 @@ def drop_xtc(logprobs: mx.array, params: RowParams, positions: mx.array) -> mx.a
 def keep_top_k(logprobs: mx.array, top_k: mx.array, max_top_k: int) -> mx.array:
     """Keeps the k most likely of the tokens that are left (ties with the k-th stay)."""
     vocab = logprobs.shape[-1]
-    if max_top_k >= vocab:
-        return logprobs
-    best = mx.sort(mx.topk(logprobs, max_top_k, axis=-1), axis=-1)  # ascending
-    index = mx.broadcast_to(mx.maximum(max_top_k - top_k, 0), (*logprobs.shape[:2], 1))
+    size = min(max_top_k, vocab)  # a row that asks for more than there is must not switch off its neighbours
+    best = mx.sort(mx.topk(logprobs, size, axis=-1), axis=-1)  # ascending
+    index = mx.broadcast_to(mx.maximum(size - top_k, 0), (*logprobs.shape[:2], 1))
     threshold = mx.take_along_axis(best, index, axis=-1)
     return mx.where((logprobs < threshold) & (top_k < vocab), -mx.inf, logprobs)
 

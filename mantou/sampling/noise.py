@@ -32,8 +32,9 @@ def uniform(words: mx.array, positions: mx.array, size: int, stream: int) -> mx.
     high = _mix(words[:, None, 1] + low)
     index = mx.arange(size, dtype=mx.uint32)
     bits = _mix(_mix(index + low[..., None]) ^ high[..., None])
-    # 24 bits fill a float32 mantissa; the half step keeps both ends open.
-    return (bits >> 8).astype(mx.float32) * 2.0**-24 + 2.0**-25
+    # 23 bits and half a step are exact in float32, so both ends stay open: 24 bits would round up to 1, where the
+    # Gumbel noise of one token in 2**24 is infinite and wins over every logit.
+    return (bits >> 9).astype(mx.float32) * 2.0**-23 + 2.0**-24
 
 
 def gumbel(words: mx.array, positions: mx.array, size: int) -> mx.array:
