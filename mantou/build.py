@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,6 @@ class Assembly:
     template: ChatTemplate
     generation_config: Mapping[str, Any]
     info: ModelInfo | None = None
-    step: Step | None = field(default=None, repr=False)
 
 
 def obtain_folder(config: Config, board: ProgressBoard) -> Path:
@@ -76,7 +75,7 @@ def make_engine(
         with board.task(model_id(assembly.folder, assembly.config)) as task:
             task.stage("load")
             step, info = load_step(assembly.folder, assembly.config, assembly.template)
-        assembly.info, assembly.step = info, step
+        assembly.info = info
         return step
 
     def ready() -> None:
@@ -158,7 +157,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def model_id(folder: Path, config: Config) -> str:
-    """What clients see as the model's name: a converted model's own, the folder's for a path, else what was asked for."""
+    """What clients see as the model's name: a converted model's own, the folder's for a path, else what was asked."""
     from mantou.models.hub.store import read_manifest
 
     manifest = read_manifest(folder)

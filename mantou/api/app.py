@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mantou.api.admin import Admin
-from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal
+from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal, known_error
 from mantou.api.generation_route import Dialect, GenerationRoute
 from mantou.api.guard import Guard
 from mantou.api.openai_chat import OpenAIChat
@@ -108,8 +108,8 @@ class Boundary:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception as error:  # the last one who can answer: a request must not end without one
-            known = internal(error)
+        except (Exception, asyncio.CancelledError) as error:  # the last one who can answer, so it must
+            known = known_error(error)
             if started:
                 raise
             await error_response(known)(scope, receive, send)

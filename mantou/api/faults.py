@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from uuid import uuid4
@@ -9,7 +10,7 @@ from uuid import uuid4
 import msgspec
 from starlette.responses import Response
 
-from mantou.errors import MantouError, QueueFull
+from mantou.errors import EngineStopped, MantouError, QueueFull
 
 _log = logging.getLogger("mantou.api")
 
@@ -56,6 +57,13 @@ def internal(error: BaseException) -> RequestFailed:
     request_id = f"req_{uuid4().hex[:12]}"
     _log.error("request %s failed inside the server", request_id, exc_info=error)
     return RequestFailed(f"The server failed on this request; its log has the details under {request_id}.")
+
+
+def known_error(error: BaseException) -> MantouError:
+    """What the client may know of any error. A cancelled task means that the server's grace is over."""
+    if isinstance(error, asyncio.CancelledError):
+        return EngineStopped("The server is shutting down and stopped this request; send it again later.")
+    return error if isinstance(error, MantouError) else internal(error)
 
 
 def error_json(error: MantouError) -> bytes:

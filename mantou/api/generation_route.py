@@ -12,12 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mantou.api.body import parse_object, read_body
-from mantou.api.faults import ClientGone, error_json, internal
+from mantou.api.faults import ClientGone, error_json, known_error
 from mantou.api.generation import Answer, Generation
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.planning import Encoder, Job
 from mantou.api.sse import ClientWatch, EventWriter, data_event
-from mantou.errors import MantouError
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded, Service
@@ -148,11 +147,11 @@ class GenerationRoute:
                 generation.close()
         except ClientGone:
             raise
-        except Exception as error:  # whatever it is, a stream that is open already must end with the reason
+        # Whatever it is, even the end of the server's grace: a stream that is open already must end with the reason.
+        except (Exception, asyncio.CancelledError) as error:
             if not writer.opened:
                 raise
-            known = error if isinstance(error, MantouError) else internal(error)
-            await writer.close(data_event(error_json(known)))
+            await writer.close(data_event(error_json(known_error(error))))
         finally:
             writer.stop()
 

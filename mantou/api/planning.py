@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,7 +79,7 @@ def plan_rows(
 ) -> tuple[RowPlan, ...]:
     """`n` rows for each prompt, in the order of the answers.
 
-    Raises BadRequest for a token outside the vocabulary or too many rows, ContextOverflow for a prompt that leaves
+    Raises BadRequest for a token outside the vocabulary, an unknown adapter or too many rows, ContextOverflow for a prompt that leaves
     no room for one token.
     """
     if len(prompts) * ask.n > MAX_ROWS:
@@ -87,6 +87,7 @@ def plan_rows(
             f"{len(prompts)} prompts x n = {ask.n} is more than {MAX_ROWS} answers; send fewer.", param="n"
         )
     _check_bias(ask, loaded.info.vocab_size)
+    _check_adapters(ask, loaded.info.extra.get("adapters", ()))
     seed = ask.seed if ask.seed is not None else secrets.randbits(32)
     rows: list[RowPlan] = []
     for number, prompt in enumerate(prompts):
@@ -132,4 +133,12 @@ def _check_bias(ask: GenerationAsk, vocab_size: int) -> None:
             raise BadRequest(
                 f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}.",
                 param="logit_bias",
+            )
+
+
+def _check_adapters(ask: GenerationAsk, mounted: Collection[str]) -> None:
+    for name in ask.adapters:
+        if name not in mounted:
+            raise BadRequest(
+                f"No adapter called {name!r} is mounted; send the request without it.", param="adapter"
             )

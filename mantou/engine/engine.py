@@ -161,8 +161,10 @@ class Engine:
                 self._guard(self._step, Step.advance)
             self._deliver(self._step)
         self._drain_inbox(block=False)
-        self._step.fail_all("the server is shutting down")
-        self._deliver(self._step)
+        step, self._step = self._step, None
+        step.fail_all("the server is shutting down")
+        self._deliver(step)
+        step.runner.close()
 
     def _deliver(self, step: Step) -> None:
         if events := step.take_events():

@@ -84,7 +84,9 @@ class Step:
     def submit(self, request: Request) -> None:
         room = self.context_length - len(request.prompt)
         sequence = Sequence(request, room if request.max_tokens is None else min(room, request.max_tokens))
-        if room <= 0 or not request.prompt:
+        if not request.prompt:
+            self._end(sequence, "error", "the prompt holds no token")
+        elif room <= 0:
             self._end(sequence, "error", f"a prompt of {len(request.prompt)} tokens does not fit the context")
         elif sequence.limit <= 0:
             self._end(sequence, "length")
@@ -468,7 +470,7 @@ class Step:
         for row in [row for row in self.running if row.finish is not None]:
             self.running.remove(row)
             if row.finish != "error":
-                self._own_fault(row, lambda row=row: self._publish(row))
+                self._publish(row)
             self._own_fault(row, lambda row=row: self.axes.provider.release(row.request))
             self.runner.kv.release(row.slot)
             self.slots.leave(row)
@@ -485,14 +487,16 @@ class Step:
             fresh = row.num_kv - row.num_published
             prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
             if row.finish is None and (fresh >= PUBLISH_EVERY or (fresh > 0 and prompt_done)):
-                self._own_fault(row, lambda row=row: self._publish(row))
+                self._publish(row)
 
     def _publish(self, row: Sequence) -> None:
         """Offers the row's KV to the prefix store, under the tokens it really holds."""
         if self.axes.store.wants and row.num_kv > row.num_published and row.cache_key is not None:
-            self.axes.store.put(
-                row.cache_key, row.held, RowView(self.runner.kv, row.slot), row.request.session
-            )
+            view = RowView(self.runner.kv, row.slot)
+            try:
+                self.axes.store.put(row.cache_key, row.held, view, row.request.session)
+            except Exception:  # the boundary: what is not kept costs a later prefill, but not this answer
+                log.exception("the prefix store did not keep request %s", row.id)
             row.num_published = row.num_kv
 
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:

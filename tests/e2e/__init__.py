@@ -1,0 +1,1 @@
+"""The server and the command line as processes: load, faults, bad input, shutdown."""

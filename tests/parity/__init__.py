@@ -1,0 +1,1 @@
+"""mantou against mlx_lm itself on the starter model."""

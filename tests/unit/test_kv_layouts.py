@@ -1,0 +1,343 @@
+"""The layouts against a numpy oracle: whatever joins, leaves, moves and rewinds, attention sees a row's own tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mantou.kv.batch import KVBatch, RowSnapshot
+from mantou.kv.codecs import Affine, Native
+from mantou.kv.layouts import FullRows, RecurrentState, WindowRing
+from mantou.protocols import Group, Hit, KVCodec
+
+WINDOW, SLACK = 8, 40
+HEADS, DIM = 2, 32
+PRIME = 1009  # of the recurrence: states stay exact in float32
+
+
+def layouts(codec: KVCodec, num_slots: int) -> list[Any]:
+    return [
+        FullRows(codec, num_slots),
+        WindowRing(codec, num_slots, WINDOW, SLACK),
+        RecurrentState(1, num_slots),
+    ]
+
+
+def recurrence(state: int, token: int) -> int:
+    return (state * 3 + token) % PRIME
+
+
+@dataclass
+class Row:
+    """What a slot holds, by the oracle: the tokens fed and kept."""
+
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def state(self) -> int:
+        state = 0
+        for token in self.tokens:
+            state = recurrence(state, token)
+        return state
+
+
+def as_keys(tokens: np.ndarray) -> mx.array:
+    """[rows, HEADS, width, DIM]; the heads differ, so that a mix-up of the axes is seen."""
+    heads = np.arange(HEADS, dtype=np.float32)[None, :, None, None] * 0.5
+    return mx.array(
+        np.broadcast_to(
+            tokens[:, None, :, None] + heads, (*tokens.shape, HEADS, DIM)[:1] + (HEADS, tokens.shape[1], DIM)
+        )
+    )
+
+
+def visible(mask: Any, row: int, t: int, width: int, span: int) -> np.ndarray:
+    """bool[span]: the columns that query t of a row sees, by the meaning that graphs give to the mask."""
+    if mask is None:
+        return np.ones(span, np.bool_)
+    if isinstance(mask, str):
+        assert mask == "causal"
+        return np.arange(span) <= span - width + t
+    plane = np.array(mask)
+    return plane[row if plane.shape[0] > 1 else 0, 0, t]
+
+
+def attention_sees(layer: Any, tokens: np.ndarray) -> list[list[list[float]]]:
+    """What each query of each row sees: the values in its visible columns, sorted. Checks the values as well."""
+    mask = layer.make_mask(tokens.shape[1])
+    keys, values = layer.update_and_fetch(as_keys(tokens), -as_keys(tokens))
+    found_keys, found_values = np.array(keys), np.array(values)
+    assert (found_keys == -found_values).all()
+    assert (found_keys[:, 1] == found_keys[:, 0] + 0.5).all() or not found_keys[:, 0].all()
+    again = layer.keys_and_values()
+    assert (np.array(again[0]) == found_keys).all()
+    rows, width = tokens.shape
+    span = found_keys.shape[2]
+    return [
+        [sorted(found_keys[row, 0, visible(mask, row, t, width, span), 0].tolist()) for t in range(width)]
+        for row in range(rows)
+    ]
+
+
+def advance(layer: RecurrentState, tokens: np.ndarray) -> None:
+    """What a graph with a recurrence does."""
+    rows, width = tokens.shape
+    mask = layer.make_mask(width)
+    if layer.lengths is not None:
+        assert np.array(mask).sum(axis=1).tolist() == layer.lengths.tolist()
+    state = layer[0]
+    state = mx.zeros((rows, 1)) if state is None else state
+    for t in range(width):
+        new = (state * 3 + mx.array(tokens[:, t : t + 1])) % PRIME
+        state = new if mask is None else mx.where(mask[:, t : t + 1], new, state)
+    layer[0] = state
+    layer.advance(width)
+
+
+class Batch(RuleBasedStateMachine):
+    """Random joins, leaves, moves, swaps, copies and forwards."""
+
+    @initialize(slots=st.integers(1, 4))
+    def start(self, slots: int) -> None:
+        self.kv = KVBatch(lambda num_slots: layouts(Native(), num_slots))
+        self.kv.resize(slots)
+        self.rows: list[Row | None] = [None] * slots  # None: nobody's slot
+        self.saved: list[tuple[Row, RowSnapshot]] = []
+        self.hits: list[tuple[Row, Hit]] = []
+        self.counter = 0
+
+    def slot(self, data: st.DataObject, *, alive: bool) -> int | None:
+        found = [i for i, row in enumerate(self.rows) if (row is not None) == alive]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    # -- rows come and go
+    @rule(data=st.data())
+    def join(self, data: st.DataObject) -> None:
+        if (slot := self.slot(data, alive=False)) is not None:
+            self.kv.clear(slot)
+            self.rows[slot] = Row()
+
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        if (slot := self.slot(data, alive=True)) is not None:
+            self.kv.release(slot)
+            self.rows[slot] = None
+
+    @rule(num_slots=st.integers(0, 5))
+    def resize(self, num_slots: int) -> None:
+        self.kv.resize(num_slots)
+        self.rows = (self.rows + [None] * num_slots)[:num_slots]
+        if not num_slots:
+            assert self.kv.nbytes == 0, "an empty batch holds no memory"
+
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        source, target = self.slot(data, alive=True), self.slot(data, alive=False)
+        if source is not None and target is not None:
+            self.kv.move(source, target)
+            self.rows[target], self.rows[source] = self.rows[source], None
+
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject) -> None:
+        one, other = self.slot(data, alive=True), self.slot(data, alive=True)
+        if one is not None and other is not None and one != other:
+            self.kv.swap(one, other)
+            self.rows[one], self.rows[other] = self.rows[other], self.rows[one]
+
+    # -- copies
+    @rule(data=st.data())
+    def snapshot(self, data: st.DataObject) -> None:
+        if (slot := self.slot(data, alive=True)) is not None:
+            row, taken = self.rows[slot], self.kv.snapshot(slot)
+            assert row is not None
+            assert taken.num_tokens == len(row.tokens)
+            self.saved.append((Row(list(row.tokens)), taken))
+
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        if (slot := self.slot(data, alive=False)) is not None:
+            row, taken = data.draw(st.sampled_from(self.saved))
+            self.kv.restore(slot, taken)
+            self.rows[slot] = Row(list(row.tokens))
+
+    @rule(data=st.data())
+    def copy_to_host(self, data: st.DataObject) -> None:
+        slot = self.slot(data, alive=True)
+        if slot is None or not (row := self.rows[slot]) or not row.tokens:
+            return
+        size = len(row.tokens)
+        cuts = [0, *sorted(data.draw(st.sets(st.integers(1, size), max_size=2)) - {size}), size]
+        pieces = tuple(self.kv.columns(slot, lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False))
+        self.hits.append((Row(list(row.tokens)), Hit(size, pieces, self.kv.state(slot))))
+
+    @precondition(lambda self: self.hits)
+    @rule(data=st.data())
+    def fill(self, data: st.DataObject) -> None:
+        if (slot := self.slot(data, alive=False)) is not None:
+            row, hit = data.draw(st.sampled_from(self.hits))
+            self.kv.fill(slot, hit)
+            self.rows[slot] = Row(list(row.tokens))
+
+    # -- forwards
+    def feed(self, group: Group, tokens: np.ndarray) -> None:
+        """Runs the layers over a begun group and compares what its valid queries see."""
+        full, ring, recurrent = self.kv.layers
+        seen_full, seen_ring = attention_sees(full, tokens), attention_sees(ring, tokens)
+        advance(recurrent, tokens)
+        for i, num_tokens in enumerate(group.num_tokens):
+            row = self.rows[group.lo + i]
+            for t in range(num_tokens):
+                assert row is not None
+                known = sorted(float(x) for x in (*row.tokens, *tokens[i, : t + 1]))
+                assert seen_full[i][t] == known
+                newest = [*row.tokens, *tokens[i, : t + 1]][-WINDOW:]
+                assert seen_ring[i][t] == sorted(float(x) for x in newest)
+
+    def group(self, data: st.DataObject) -> tuple[Group, np.ndarray] | None:
+        alive = [i for i, row in enumerate(self.rows) if row is not None]
+        if not alive:
+            return None
+        lo = data.draw(st.integers(0, alive[-1]))
+        hi = data.draw(st.integers(max(lo, next(i for i in alive if i >= lo)), len(self.rows) - 1)) + 1
+        width = data.draw(st.sampled_from([1, 1, 2, 5, SLACK + 1]))
+        uniform = data.draw(st.booleans())
+        counts = [
+            (width if uniform else data.draw(st.integers(0, width))) if self.rows[i] is not None else 0
+            for i in range(lo, hi)
+        ]
+        tokens = np.zeros((hi - lo, width), np.float32)
+        for i, count in enumerate(counts):
+            for t in range(width):
+                self.counter += 1  # the padding is different from everything, too
+                tokens[i, t] = self.counter if t < count else -self.counter
+        return Group(lo, width, tuple(counts)), tokens
+
+    @rule(data=st.data(), rewinds=st.booleans())
+    def forward(self, data: st.DataObject, rewinds: bool) -> None:
+        if (made := self.group(data)) is None:
+            return
+        group, tokens = made
+        self.kv.begin(group)
+        self.feed(group, tokens)
+        kept = [data.draw(st.integers(0, n)) if rewinds else n for n in group.num_tokens]
+        if not self.kv.commit(group, kept):
+            masked = Group(group.lo, group.width, tuple(kept))
+            self.kv.begin(masked)
+            self.feed(masked, tokens)
+            assert self.kv.commit(masked, kept)
+        for i, count in enumerate(kept):
+            if (row := self.rows[group.lo + i]) is not None:
+                row.tokens += [int(x) for x in tokens[i, :count]]
+
+    @rule(data=st.data(), num_layers=st.integers(0, 3))
+    def forward_that_fails(self, data: st.DataObject, num_layers: int) -> None:
+        """The graph raises after some layers have run."""
+        if (made := self.group(data)) is None:
+            return
+        group, tokens = made
+        self.kv.begin(group)
+        for layer in self.kv.layers[:num_layers]:
+            if isinstance(layer, RecurrentState):
+                advance(layer, tokens)
+            else:
+                attention_sees(layer, tokens)
+        self.kv.abort()
+
+    @invariant()
+    def states_and_lengths_are_the_oracles(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.check_integrity()
+        assert self.kv.lengths == [len(row.tokens) if row else 0 for row in self.rows]
+        state = self.kv.layers[2].cache[0]
+        for slot, row in enumerate(self.rows):
+            if row is not None and row.tokens:
+                assert state[slot].item() == row.state
+            elif row is not None and state is not None:
+                assert state[slot].item() == 0
+
+
+TestBatch = Batch.TestCase
+TestBatch.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+# ------------------------------------------------------------------ single properties
+@pytest.mark.parametrize("codec", [Native(), Affine(8), Affine(4)], ids=lambda codec: codec.name)
+@settings(deadline=None, max_examples=20)
+@given(widths=st.lists(st.integers(1, 20), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_attention_sees_what_the_codec_gives_back_whatever_the_chunks_and_neighbours(
+    codec: KVCodec, widths: list[int], seed: int
+) -> None:
+    total = sum(widths)
+    keys = mx.random.normal((3, HEADS, total, DIM), key=mx.random.key(seed)).astype(mx.bfloat16)
+    expected = codec.unpack(codec.pack(keys[1:2]), mx.bfloat16)
+    kv = KVBatch(lambda num_slots: [FullRows(codec, num_slots)])
+    kv.resize(3)
+    done = 0
+    for i, width in enumerate(widths):
+        chunk = keys[:, :, done : done + width]
+        group = Group(0, width, (width, width, width if i % 2 else 0))  # the third row lags behind
+        kv.begin(group)
+        found, _ = kv.layers[0].update_and_fetch(chunk, chunk)
+        kv.commit(group, group.num_tokens)
+        done += width
+        assert found.dtype == mx.bfloat16
+        assert mx.array_equal(found[1, :, :done], expected[0, :, :done])
+
+
+@settings(deadline=None, max_examples=20)
+@given(fed=st.integers(1, 120), forgotten=st.integers(0, SLACK))
+def test_a_full_row_and_a_ring_forget_by_length_alone(fed: int, forgotten: int) -> None:
+    kv = KVBatch(lambda num_slots: layouts(Native(), num_slots)[:2])
+    kv.resize(1)
+    row = Row()
+
+    def feed(first: int, count: int) -> None:
+        for token in range(first, first + count):
+            group = Group(0, 1, (1,))
+            kv.begin(group)
+            tokens = np.array([[token]], np.float32)
+            row.tokens.append(token)
+            assert attention_sees(kv.layers[0], tokens) == [[[float(x) for x in row.tokens]]]
+            newest = sorted(float(x) for x in row.tokens[-WINDOW:])
+            assert attention_sees(kv.layers[1], tokens) == [[newest]]
+            kv.commit(group, (1,))
+
+    feed(1, fed)
+    gone = min(forgotten, fed)
+    kv.rewind(0, gone)
+    del row.tokens[fed - gone :]
+    row.tokens = row.tokens[: fed - gone]
+    feed(1000, 3)
+
+
+def test_a_forward_wider_than_a_ring_has_room_for_is_refused() -> None:
+    kv = KVBatch(lambda num_slots: layouts(Native(), num_slots))
+    kv.resize(1)
+    with pytest.raises(AssertionError, match="may not outrun the ring"):
+        kv.begin(Group(0, SLACK + 2, (1,)))
+
+
+def test_the_first_token_finds_no_recurrent_state() -> None:
+    """Some graphs treat the first token in another way, so zeros will not do."""
+    kv = KVBatch(lambda num_slots: [RecurrentState(1, num_slots)])
+    kv.resize(2)
+    (layer,) = kv.layers
+    kv.begin(Group(0, 1, (1, 1)))
+    assert layer[0] is None
+    layer[0] = mx.ones((2, 3))
+    kv.commit(Group(0, 1, (1, 1)), (1, 1))
+    kv.begin(Group(0, 1, (1, 1)))
+    assert layer[0].shape == (2, 3)
+    kv.commit(Group(0, 1, (1, 1)), (1, 1))
+    kv.clear(1)
+    kv.begin(Group(1, 1, (1,)))
+    assert layer[0] is None
