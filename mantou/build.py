@@ -70,11 +70,16 @@ def make_engine(
 ) -> Engine:
     """An engine that loads the assembly's weights on its own thread once it is started."""
     from mantou.engine.engine import Engine
+    from mantou.models.device import release_thread
 
     def load() -> Step:
         with board.task(model_id(assembly.folder, assembly.config)) as task:
             task.stage("load")
-            step, info = load_step(assembly.folder, assembly.config, assembly.template)
+            try:
+                step, info = load_step(assembly.folder, assembly.config, assembly.template)
+            except BaseException:
+                release_thread()
+                raise
         assembly.info = info
         return step
 
@@ -116,8 +121,9 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
         adapters=NoAdapters(),
         cache_key=lambda adapters: CacheKey(info.id, adapters, codec.name, "none"),
     )
-    runner = Runner(loaded, codec, max_width=config.prefill_chunk)
-    step = Step(runner, axes, Shapes(bucketed=not device.on_cpu), context_length=info.context_length)
+    shapes = Shapes(bucketed=not device.on_cpu)
+    runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    step = Step(runner, axes, shapes, context_length=info.context_length)
     return step, info
 
 

@@ -123,7 +123,8 @@ def environment(home: Path, **changes: str) -> dict[str, str]:
     """An environment whose model caches are empty folders below `home`, and that finds this source tree."""
     caches = {"HF_HOME": str(home / "hf"), "XDG_CACHE_HOME": str(home / "cache"), "HOME": str(home)}
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "MANTOU_CACHE"))}
-    return {**inherited, **caches, "PYTHONPATH": str(ROOT), "COLUMNS": "200", **changes}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**inherited, **caches, "PYTHONPATH": path, "COLUMNS": "200", **changes}
 
 
 def mantou(

@@ -79,8 +79,8 @@ def plan_rows(
 ) -> tuple[RowPlan, ...]:
     """`n` rows for each prompt, in the order of the answers.
 
-    Raises BadRequest for a token outside the vocabulary, an unknown adapter or too many rows, ContextOverflow for a prompt that leaves
-    no room for one token.
+    Raises BadRequest for a token outside the vocabulary, an unknown adapter or too many rows, ContextOverflow for a
+    prompt that leaves no room for one token.
     """
     if len(prompts) * ask.n > MAX_ROWS:
         raise BadRequest(

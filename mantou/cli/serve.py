@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Annotated
 
@@ -110,9 +111,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"Cannot listen on {host}:{port} ({error.strerror}); stop what runs there or choose another --port."
-        ) from None
+        unknown = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        advice = (
+            "give --host an address of this machine"
+            if unknown
+            else "stop what runs there or choose another --port"
+        )
+        raise ConfigError(f"Cannot listen on {host}:{port} ({error.strerror}); {advice}.") from None
     listener.listen(2048)
     return listener
 

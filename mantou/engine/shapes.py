@@ -18,6 +18,11 @@ class Shapes:
     def rows(self, count: int) -> int:
         return _power_of_two(count) if self.bucketed else count
 
+    @property
+    def span_step(self) -> int:
+        """Attention over ragged rows reads a multiple of this many columns."""
+        return 256 if self.bucketed else 1
+
     def width(self, num_tokens: int) -> int:
         return _power_of_two(num_tokens) if self.bucketed else num_tokens
 

@@ -486,7 +486,9 @@ class Step:
         for row in self.running:
             fresh = row.num_kv - row.num_published
             prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
-            if row.finish is None and (fresh >= PUBLISH_EVERY or (fresh > 0 and prompt_done)):
+            now_or_never = fresh + self.runner.max_width > self.runner.kv.num_kept_columns  # a ring wraps
+            due = fresh >= PUBLISH_EVERY or now_or_never or prompt_done
+            if row.finish is None and fresh > 0 and due:
                 self._publish(row)
 
     def _publish(self, row: Sequence) -> None:

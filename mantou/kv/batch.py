@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class RowSnapshot:
 
     num_tokens: int
     layers: tuple[Parts, ...]
+    first_column: int = 0  # what came before it was overwritten in a ring
 
     @property
     def nbytes(self) -> int:
@@ -40,12 +42,23 @@ class KVBatch:
     A forward is `begin(group)`, the model graph over `layers`, then `commit(group, kept)`.
     """
 
-    def __init__(self, make_layouts: LayoutMaker, *, array_offsets: bool = True, mask_axes: int = 4) -> None:
+    def __init__(
+        self,
+        make_layouts: LayoutMaker,
+        *,
+        array_offsets: bool = True,
+        mask_axes: int = 4,
+        span_step: int = 1,
+    ) -> None:
         self._make_layouts = make_layouts
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
+        self._span_step = span_step
         self.layers: Sequence[Layout] = make_layouts(0)
         self.lengths: list[int] = []
+        # How far back every layer holds columns, and where in each slot that begins by now.
+        self.num_kept_columns = min((layer.num_columns for layer in self.layers), default=sys.maxsize)
+        self._first_columns: list[int] = []
         self.geometry: Geometry | None = None
 
     @property
@@ -62,21 +75,30 @@ class KVBatch:
             return
         if num_slots == 0:
             self.layers = self._make_layouts(0)
-            self.lengths = []
+            self.lengths, self._first_columns = [], []
             return
         for layer in self.layers:
             layer.resize(num_slots)
         self.lengths = (self.lengths + [0] * num_slots)[:num_slots]
+        self._first_columns = (self._first_columns + [0] * num_slots)[:num_slots]
 
     def begin(self, group: Group) -> Geometry:
         """Sets where the next forward writes and what it sees. Positions are checked here: the writes are not."""
         starts = self.lengths[group.lo : group.hi]
         if len(starts) != len(group.num_tokens) or max(group.num_tokens) > group.width:
             raise ValueError(f"group {group} does not fit {self.num_slots} slots")
-        geometry = Geometry(group, starts, array_offsets=self._array_offsets, mask_axes=self._mask_axes)
+        geometry = Geometry(
+            group,
+            starts,
+            array_offsets=self._array_offsets,
+            mask_axes=self._mask_axes,
+            span_step=self._span_step,
+        )
         capacity = capacity_bucket(max(starts) + group.width)
         for layer in self.layers:
             layer.begin(geometry, capacity)
+        for slot, start in enumerate(starts, group.lo):
+            self._lose_columns(slot, start + group.width)
         self.geometry = geometry
         return geometry
 
@@ -113,7 +135,7 @@ class KVBatch:
 
     def clear(self, slot: int) -> None:
         """An empty row, for a sequence that starts from nothing."""
-        self.lengths[slot] = 0
+        self.lengths[slot] = self._first_columns[slot] = 0
         for layer in self.layers:
             layer.clear(slot)
 
@@ -121,7 +143,7 @@ class KVBatch:
         """Copies one row over another; `source` is empty afterwards."""
         for layer in self.layers:
             layer.move(source, target, self.lengths[source])
-        self.lengths[target] = self.lengths[source]
+        self.lengths[target], self._first_columns[target] = self.lengths[source], self._first_columns[source]
         self.lengths[source] = 0
 
     def swap(self, one: int, other: int) -> None:
@@ -131,15 +153,22 @@ class KVBatch:
 
     def snapshot(self, slot: int) -> RowSnapshot:
         num_tokens = self.lengths[slot]
-        return RowSnapshot(num_tokens, tuple(layer.snapshot(slot, num_tokens) for layer in self.layers))
+        layers = tuple(layer.snapshot(slot, num_tokens) for layer in self.layers)
+        return RowSnapshot(num_tokens, layers, self._first_columns[slot])
 
     def restore(self, slot: int, snapshot: RowSnapshot) -> None:
         for layer, parts in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(slot, parts, snapshot.num_tokens)
-        self.lengths[slot] = snapshot.num_tokens
+        self.lengths[slot], self._first_columns[slot] = snapshot.num_tokens, snapshot.first_column
 
     def columns(self, slot: int, lo: int, hi: int) -> Piece:
-        """A copy of the row's keys and values at positions [lo, hi), in host memory."""
+        """A copy of the row's keys and values at positions [lo, hi), in host memory.
+
+        From a later `lo` on if a ring has overwritten some of them; the caller has to look at the piece's own.
+        """
+        lo = min(max(lo, self._first_columns[slot]), hi)
+        if lo == hi:
+            return Piece(hi, hi, ())
         return Piece(lo, hi, to_host([layer.columns(slot, lo, hi) for layer in self.layers]))
 
     def state(self, slot: int) -> State | None:
@@ -155,7 +184,12 @@ class KVBatch:
         capacity = capacity_bucket(hit.num_tokens + 1)
         for layer, parts, state in zip(self.layers, columns, states, strict=True):
             layer.fill(slot, parts, state, hit.num_tokens, capacity)
-        self.lengths[slot] = hit.num_tokens
+        self.lengths[slot], self._first_columns[slot] = hit.num_tokens, 0
+        self._lose_columns(slot, hit.num_tokens)
+
+    def _lose_columns(self, slot: int, num_written: int) -> None:
+        """Columns up to `num_written` were written, padding and rejected drafts included."""
+        self._first_columns[slot] = max(self._first_columns[slot], num_written - self.num_kept_columns)
 
     def arrays(self) -> list[mx.array]:
         """Every buffer, to be evaluated together with the step's outputs."""

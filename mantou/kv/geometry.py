@@ -16,7 +16,13 @@ class Geometry:
     """Positions of one group: row i holds absolute positions starts[i] .. starts[i] + width - 1."""
 
     def __init__(
-        self, group: Group, starts: Sequence[int], *, array_offsets: bool = True, mask_axes: int = 4
+        self,
+        group: Group,
+        starts: Sequence[int],
+        *,
+        array_offsets: bool = True,
+        mask_axes: int = 4,
+        span_step: int = 1,
     ) -> None:
         self.group = group
         self.starts = tuple(starts)
@@ -28,6 +34,8 @@ class Geometry:
         self.uniform = all(s == self.longest for s in active) and max(starts) <= self.longest
         self.full = all(n == group.width for n in group.num_tokens)
         self.end = self.longest + self.width  # one past the newest position
+        # Columns that attention reads. Where a mask hides the rest anyway, buckets keep the shapes of a step few.
+        self.span = self.end if self.uniform else -(-self.end // span_step) * span_step
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
         self._offsets: mx.array | None = None

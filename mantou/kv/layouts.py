@@ -12,6 +12,7 @@ p - size, which no live window reaches, so a ring rewinds by length as well.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,6 +49,11 @@ class Layout(Protocol):
         ...
 
     def arrays(self) -> list[mx.array]: ...
+    @property
+    def num_columns(self) -> int:
+        """How many positions back from the newest written one it holds; sys.maxsize for all."""
+        ...
+
     @property
     def nbytes(self) -> int: ...
 
@@ -175,6 +181,8 @@ class Columns:
 class FullRows(Columns):
     """Position p of a row lives in column p."""
 
+    num_columns = sys.maxsize
+
     def begin(self, geometry: Geometry, capacity: int) -> None:
         self.geometry = geometry
         self.capacity = max(self.capacity, capacity)
@@ -182,7 +190,7 @@ class FullRows(Columns):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         g = self.geometry
         self._store(keys, values, g.longest if g.uniform else g.positions)
-        return self._fetch(g.end)
+        return self._fetch(g.span)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -191,7 +199,7 @@ class FullRows(Columns):
         inside = not window_size or g.end <= window_size
         if g.uniform and inside and not return_array:
             return None if g.width == 1 else "causal"
-        return g.causal_mask(g.end, 0 if inside else int(window_size or 0))
+        return g.causal_mask(g.span, 0 if inside else int(window_size or 0))
 
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         return tuple(mx.contiguous(p[slot : slot + 1, :, lo:hi]) for p in (*self.keys, *self.values))
@@ -207,7 +215,7 @@ class WindowRing(Columns):
     def __init__(self, codec: KVCodec, num_slots: int, window: int, slack: int) -> None:
         super().__init__(codec, num_slots)
         self.window = window
-        self.size = window + slack
+        self.size = self.num_columns = window + slack
         self._wrapped = False
 
     def begin(self, geometry: Geometry, capacity: int) -> None:
@@ -225,7 +233,7 @@ class WindowRing(Columns):
             self._store(keys, values, g.positions % self.size)
             return self._fetch(self.size)
         self._store(keys, values, g.longest if g.uniform else g.positions)
-        return self._fetch(g.end)
+        return self._fetch(min(g.span, self.capacity))
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -235,7 +243,7 @@ class WindowRing(Columns):
             return g.ring_mask(self.size, window)
         if g.uniform and g.end <= window and not return_array:
             return None if g.width == 1 else "causal"
-        return g.causal_mask(g.end, window)
+        return g.causal_mask(min(g.span, self.capacity), window)
 
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         where = mx.arange(lo, hi) % self.size
@@ -258,6 +266,7 @@ class RecurrentState:
     """
 
     left_padding = None
+    num_columns = sys.maxsize  # none to lose
 
     def __init__(self, num_arrays: int, num_slots: int) -> None:
         self.num_slots = num_slots

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 
 from mantou.kv.batch import KVBatch
 from mantou.kv.layouts import FullRows, Layout, RecurrentState, WindowRing
+from mantou.models.device import release_thread
 from mantou.models.head import Selection, install
 from mantou.models.load import LoadedModel, arrays_cache
 from mantou.protocols import Group, KVCodec
@@ -59,9 +59,13 @@ def layout_names(caches: Sequence[Any]) -> dict[str, int]:
 
 
 class Runner:
-    """Owns the graph and its KV batch. `max_width` bounds the tokens a row may feed in one forward."""
+    """Owns the graph and its KV batch.
 
-    def __init__(self, model: LoadedModel, codec: KVCodec, *, max_width: int = 512) -> None:
+    `max_width` bounds the tokens a row may feed in one forward; attention over ragged rows reads a multiple of
+    `span_step` columns.
+    """
+
+    def __init__(self, model: LoadedModel, codec: KVCodec, *, max_width: int = 512, span_step: int = 1) -> None:
         family, caches = model.family, model.caches
         self.model = model
         self.max_width = max_width
@@ -75,6 +79,7 @@ class Runner:
             ],
             array_offsets=family.ragged_offsets,
             mask_axes=family.mask_axes,
+            span_step=span_step,
         )
         self._selection: Selection | None = install(model.module)
 
@@ -128,11 +133,7 @@ class Runner:
         self.kv.abort()
 
     def close(self) -> None:
-        """Frees graph, KV and streams. To be called last on the thread that ran them: a thread that ends with MLX streams
-        of its own lets the interpreter abort at exit (seen on the CPU and on CUDA, mlx 0.32.4)."""
+        """Frees graph and KV. The last thing on the thread that ran them."""
         self.kv.resize(0)
         del self.model
-        gc.collect()
-        mx.synchronize()
-        mx.clear_cache()
-        mx.clear_streams()
+        release_thread()

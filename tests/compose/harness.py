@@ -61,7 +61,8 @@ class Case:
 
 def make_step(case: Case) -> Step:
     loaded = model(case.family, case.seed)
-    runner = Runner(loaded, make_codec(case.codec), max_width=case.chunk)
+    shapes = Shapes(case.bucketed)
+    runner = Runner(loaded, make_codec(case.codec), max_width=case.chunk, span_step=shapes.span_step)
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),
         sampler=DeviceSampler(),
@@ -71,7 +72,7 @@ def make_step(case: Case) -> Step:
         adapters=NoAdapters(),
         cache_key=lambda adapters: CacheKey(case.family, adapters, case.codec, "none"),
     )
-    return Step(runner, axes, Shapes(case.bucketed), context_length=4096)
+    return Step(runner, axes, shapes, context_length=4096)
 
 
 def prompts(vocab: int = VOCAB, lengths: Sequence[int] = (5, 41, 17, 70, 9, 1)) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.real import Server, serving, tiny_folder
 
+ROWS = 8
 PLANTED = ("tests.e2e.planted_server",)
 
 
@@ -32,5 +33,5 @@ def serve(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 @pytest.fixture(scope="module")
 def planted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server with planted faults, one for all tests of a module."""
-    with serving(tmp_path_factory.mktemp("planted"), tiny, module=PLANTED) as server:
+    with serving(tmp_path_factory.mktemp("planted"), tiny, "--batch", str(ROWS), module=PLANTED) as server:
         yield server.ready()

@@ -1,4 +1,4 @@
-"""`python -m tests.e2e.planted_server MODEL --port N`: the real server, with faults planted behind our own seams.
+"""`python -m tests.e2e.planted_server MODEL --port N`: `mantou serve`, with faults planted behind our own seams.
 
 A request whose session_id is FAULT gets a constraint that raises after three tokens. `--hold`: the model is not loaded
 before a line comes in on standard input. `--grace S`: how long streams may go on after SIGTERM.
@@ -12,17 +12,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mantou import build
+from mantou import build, cli
 from mantou.api import server
 from mantou.chat.template import ChatTemplate
-from mantou.cli import serve
 from mantou.config import Config
 from mantou.data import ModelInfo, Request
 from mantou.engine.step import Step
 from tests.fakes import Exploding
 
 FAULT = "planted fault"
-ROWS = 8
 
 _load_step, _create_server = build.load_step, server.create_server
 
@@ -46,14 +44,13 @@ def _planted_step(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--hold", action="store_true")
     parser.add_argument("--grace", type=int, default=5)
-    given = parser.parse_args()
+    given, others = parser.parse_known_args()
     build.load_step = partial(_planted_step, given.hold)
     server.create_server = partial(_create_server, grace_s=given.grace)
-    serve.run(Config(model=given.model, port=given.port, batch=ROWS))
+    sys.argv = ["mantou", "serve", *others]
+    cli.main()
 
 
 if __name__ == "__main__":

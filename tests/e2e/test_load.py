@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.e2e.planted_server import FAULT, ROWS
+from tests.e2e.conftest import ROWS
+from tests.e2e.planted_server import FAULT
 from tests.real import DEADLINE_S, TINY_CONTEXT, Server, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -12,6 +12,10 @@ def device_ops(kind: str, *, threads: int | None = None, activations: str = "exa
     On a CPU these are the C++ kernels of the package mantou_kernels if they are installed, fit this MLX and pass their
     self-test; otherwise plain MLX, with the reason as a note for the ready card.
     """
+    if kind == "cuda":
+        from mantou.models.ops.cuda import CudaOps
+
+        return CudaOps()
     if kind != "cpu":
         return PlainOps()
     from mantou.models.ops.cpu import cpu_ops
