@@ -93,10 +93,11 @@ def make_engine(
 def load_step(folder: Path, config: Config, template: ChatTemplate | None = None) -> tuple[Step, ModelInfo]:
     """Loads a model on the calling thread and puts the step together. Raises MantouError."""
     from mantou.cache.none import NoStore
+    from mantou.engine.axes import Axes
     from mantou.engine.none import NoAdapters, NoConstraints
     from mantou.engine.scheduler import FairScheduler
     from mantou.engine.shapes import Shapes
-    from mantou.engine.step import Axes, Step
+    from mantou.engine.step import Step
     from mantou.kv.codecs import make_codec
     from mantou.models.device import this_device
     from mantou.models.load import load

@@ -31,7 +31,7 @@ from mantou.progress import ProgressBoard
 ROOT = Path(__file__).resolve().parent.parent
 # How long a shared machine may take for what is quick on a free one. Only a broken server ever waits so long.
 DEADLINE_S = 120.0
-TINY_CONTEXT = 4096
+TINY_CONTEXT = 2048
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 _CORPUS = (
     "the quick brown fox jumps over the lazy dog while the other foxes and dogs look on",

@@ -97,15 +97,12 @@ class RamStore:
 
     # ------------------------------------------------------------------ what tiers and the server ask
     def peek(self, key: CacheKey, tokens: Tokens) -> tuple[Hit | None, int]:
-        """What `match` would find for a prompt that goes on after `tokens`, and how many columns are there at all.
-
-        Leaves no trace: no counter, no recency.
-        """
+        """What `match` would find, and how many columns there are at all. Leaves no trace: no counter, no recency."""
         root = self._roots.get(key)
         if root is None:
             return None, 0
         found = trie.walk(root, tokens)
-        return self._hit(found, len(tokens)), found.num_tokens
+        return self._hit(found, len(tokens) - 1), found.num_tokens
 
     def held(self, key: CacheKey, tokens: Tokens) -> Hit | None:
         """All columns there are for `tokens`, with the state after them if that was kept. Leaves no trace."""
@@ -116,7 +113,7 @@ class RamStore:
         last = found.nodes[-1]
         return Hit(found.num_tokens, _pieces(found), last.state if last.hi == found.num_tokens else None)
 
-    def close(self, session: str) -> bool:
+    def close_session(self, session: str) -> bool:
         """Ends a session's retention; what it stored stays until its turn comes. False for an unknown session."""
         known, freed = self._sessions.close(session)
         self._segments.release(freed)
@@ -159,18 +156,16 @@ class RamStore:
     # ------------------------------------------------------------------ match
     def _find(self, key: CacheKey, tokens: Tokens, session: str | None) -> Walk | None:
         root = self._roots.get(key)
-        if root is None:
-            return None
         if session is not None:
             checkpoint = self._sessions.find(session, key)
-            if checkpoint is not None and trie.agrees(checkpoint.node, checkpoint.num_tokens, tokens):
+            if root and checkpoint and trie.agrees(checkpoint.node, checkpoint.num_tokens, tokens):
                 self.counters.session_hits += 1
                 node = checkpoint.node
                 start = node if checkpoint.num_tokens == node.hi else node.parent
                 return trie.walk(start or root, tokens)
             self.counters.session_misses += 1
         self.counters.prefix_scans += 1
-        return trie.walk(root, tokens)
+        return trie.walk(root, tokens) if root else None
 
     def _hit(self, found: Walk, limit: int) -> Hit | None:
         """What of a walk is of use: at most `limit` tokens; for recurrent models up to the deepest state."""
@@ -237,8 +232,9 @@ class RamStore:
             if not self._segments.make_room(sizes.state, spare=self._clock):
                 return False
             state = row.state()
-            if state is None or state.num_tokens != node.hi:
-                return False
+            if state is None:  # the row gives states at some of its puts only
+                return True
+            assert state.num_tokens == node.hi, (state.num_tokens, node.hi)
             sizes.state = state.nbytes
             self._segments.resize(node, lambda: setattr(node, "state", state))
         for above in path[:-1]:

@@ -91,7 +91,7 @@ def walk(start: Node, tokens: Tokens) -> Walk:
             break
         shared = common_length(child.tokens, tokens[position : position + blocks.BLOCK])
         nodes.append(child)
-        position += shared + (shared == 3)
+        position += shared
         if shared < len(child.tokens):
             break
         node = child

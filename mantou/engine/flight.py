@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mantou.data import TokenLogprobs
+from mantou.engine.groups import Feed
 from mantou.engine.sequence import Sequence
-from mantou.protocols import Group
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """`rows[i]` sits in slot group.lo + i, None for an idle slot. `drafts[i]` is what row i guessed."""
-
-    group: Group
-    rows: Rows[Sequence | None]
+    feed: Feed
     tokens: Any  # device int32[rows, width], what was fed
     draw: Any  # device draws of the wanted positions: tokens int32[rows, K]
-    drafts: Rows[Rows[int]] = field(default_factory=list)
-    committed: bool = True  # False: the KV waits to hear which draft tokens stay
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [row for row in self.rows if row is not None]
+    committed: bool  # False: the KV waits to hear which draft tokens stay
 
     def read(self) -> Drawn:
         """Waits for the device, once."""

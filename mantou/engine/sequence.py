@@ -85,6 +85,11 @@ class Sequence:
                 break
         return emitted
 
+    def advance_constraint(self, tokens: Tokens[int]) -> None:
+        if self.constraint is not None:
+            for token in tokens:
+                self.constraint.advance(token)
+
     @property
     def num_eos(self) -> int:
         return int(self.eos_token is not None)

@@ -11,72 +11,51 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from typing import Any
 
-from mantou.data import FinishReason, Request, TokenEvent
+from mantou.data import Request, TokenEvent
+from mantou.engine.axes import Axes
 from mantou.engine.counters import Counters
+from mantou.engine.drawing import Drawing
 from mantou.engine.flight import Drawn, Flight
+from mantou.engine.groups import Drafts, Feed, Grouping
 from mantou.engine.pacing import Pacer
+from mantou.engine.prefix import Prefix
+from mantou.engine.roster import Roster
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
-from mantou.engine.slots import Slots, runs
-from mantou.kv.batch import RowView
 from mantou.models.runner import Runner
-from mantou.protocols import (
-    Adapters,
-    CacheKey,
-    Constraints,
-    DraftProvider,
-    Group,
-    Plan,
-    PrefixStore,
-    Sampler,
-    Scheduler,
-)
+from mantou.protocols import Plan
 from mantou.sampling.verify import agree
 
 log = logging.getLogger(__name__)
 
-# New tokens after which a row's KV is offered to the prefix store again: a prompt that is interrupted keeps what was
-# computed, and a sliding window's columns are copied before they are overwritten.
-PUBLISH_EVERY = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Everything that composes. `build.py` fills it; tests put fakes in."""
-
-    scheduler: Scheduler
-    sampler: Sampler
-    provider: DraftProvider
-    constraints: Constraints
-    store: PrefixStore
-    adapters: Adapters
-    cache_key: Callable[[tuple[str, ...]], CacheKey]
-
 
 class Step:
-    """Holds the sequences and advances them. Only the model thread calls it."""
+    """Advances the sequences of a roster on a runner. Only the model thread calls it."""
 
     def __init__(self, runner: Runner, axes: Axes, shapes: Shapes, *, context_length: int) -> None:
         self.runner = runner
         self.axes = axes
-        self.shapes = shapes
         self.context_length = context_length
         self.pacer = Pacer(runner.max_width)
         self.counters = Counters()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
-        self.slots = Slots(shapes)
+        self.roster = Roster(shapes, self.counters)
+        self._grouping = Grouping(shapes, runner.max_width, runner.ragged_offsets, runner.ragged_widths)
+        self._drawing = Drawing(axes.sampler, self.roster)
+        self._prefix = Prefix(runner, axes, self.counters)
         self._flights: list[Flight] = []
-        self._events: list[TokenEvent] = []
-        self._prepared: tuple[tuple[str, ...], Any] = ((), None)
         self._last_kind: tuple[bool, bool] = (False, False)
 
     # ------------------------------------------------------------------ what the engine asks
+    @property
+    def waiting(self) -> deque[Sequence]:
+        return self.roster.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        return self.roster.running
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running or self._flights)
@@ -85,21 +64,22 @@ class Step:
         room = self.context_length - len(request.prompt)
         sequence = Sequence(request, room if request.max_tokens is None else min(room, request.max_tokens))
         if not request.prompt:
-            self._end(sequence, "error", "the prompt holds no token")
+            self.roster.end(sequence, "error", "the prompt holds no token")
         elif room <= 0:
-            self._end(sequence, "error", f"a prompt of {len(request.prompt)} tokens does not fit the context")
+            reason = f"a prompt of {len(request.prompt)} tokens does not fit the context"
+            self.roster.end(sequence, "error", reason)
         elif sequence.limit <= 0:
-            self._end(sequence, "length")
-        elif self._own_fault(sequence, lambda: self._constrain(sequence)):
+            self.roster.end(sequence, "length")
+        elif self.roster.own_fault(sequence, lambda: self._constrain(sequence)):
             self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
         """Frees the row at once; unknown ids are ignored, because the row may have finished meanwhile."""
-        for sequence in (*self.waiting, *self.running):
+        for sequence in self.roster.every():
             if sequence.id == request_id:
                 self.land()
                 if sequence.finish is None:
-                    self._end(sequence, "cancelled")
+                    self.roster.end(sequence, "cancelled")
                 self._reap()
                 return
 
@@ -115,7 +95,7 @@ class Step:
         self._admit(plan)
         self._settle()
         num_decoding, num_prompt = self._launch(plan)
-        self._publish_progress()
+        self._prefix.publish_progress(self.running)
         self._measure(time.perf_counter() - started, num_decoding, num_prompt)
         self.counters.steps += 1
 
@@ -127,24 +107,21 @@ class Step:
         self._reap()
 
     def take_events(self) -> list[TokenEvent]:
-        events, self._events = self._events, []
-        return events
+        return self.roster.take_events()
 
     def fail_all(self, reason: str) -> None:
         """Ends every request, waiting or running, without touching the device."""
         self._flights = []
         self.runner.abort()
-        for sequence in (*self.waiting, *self.running):
-            self._end(sequence, "error", reason)
+        for sequence in self.roster.every():
+            self.roster.end(sequence, "error", reason)
         self._reap()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a row leaked or the books disagree. For debugging and test teardown."""
         kv = self.runner.kv
         kv.check_integrity()
-        for slot, row in enumerate(self.slots.rows):
-            assert row is None or (row.slot == slot and row in self.running), (slot, row)
-        assert len(self.slots) == len(self.running), (len(self.slots), len(self.running))
+        self.roster.check_integrity()
         if not self._flights:
             for row in self.running:
                 assert row.num_inflight == 0 and kv.lengths[row.slot] == row.num_kv, row
@@ -162,52 +139,40 @@ class Step:
         """Whether the next step can be launched on top of the one in flight."""
         if plan.admit or len(self._flights) != 1:
             return False
-        flight = self._flights[0]
-        return flight.group.lo == 0 and flight.rows == self._decode_slice(self._decoding(plan))
+        feed = self._flights[0].feed
+        return feed.group.lo == 0 and feed.rows == self._decode_slice(self._decoding(plan))
 
     def _decoding(self, plan: Plan) -> list[Sequence]:
         return [row for row in self.running if row.id in plan.num_tokens and row.decoding]
 
     def _decode_slice(self, decoding: Rows[Sequence]) -> list[Sequence | None]:
         """The rows of the decode slice by slot, None where a slot is idle in this step."""
-        rows: list[Sequence | None] = [None] * min(self.slots.decode_span, self.runner.kv.num_slots)
+        rows: list[Sequence | None] = [None] * min(self.roster.slots.decode_span, self.runner.kv.num_slots)
         for row in decoding:
             rows[row.slot] = row
         return rows
 
     # ------------------------------------------------------------------ place
+    def _constrain(self, sequence: Sequence) -> None:
+        sequence.constraint = self.axes.constraints.make(sequence.request)
+
     def _admit(self, plan: Plan) -> None:
-        by_id = {sequence.id: sequence for sequence in self.waiting} if plan.admit else {}
         for request_id in plan.admit:
-            sequence = by_id[request_id]
-            self.waiting.remove(sequence)
-            self.running.append(sequence)
-            slot = self.slots.join(sequence)
-            self.runner.kv.resize(max(self.runner.kv.num_slots, self.slots.num_wanted))
-            self.runner.kv.clear(slot)
-            self._own_fault(sequence, lambda s=sequence: self._reuse_prefix(s))
+            sequence = self.roster.admit(request_id)
+            self.runner.kv.resize(max(self.runner.kv.num_slots, self.roster.slots.num_wanted))
+            self.runner.kv.clear(sequence.slot)
+            self.roster.own_fault(sequence, lambda s=sequence: self._prefix.reuse(s))
         if plan.admit:
             self._reap()
-
-    def _reuse_prefix(self, sequence: Sequence) -> None:
-        request = sequence.request
-        sequence.cache_key = self.axes.cache_key(self.axes.adapters.revision(request.adapters))
-        self.counters.prefix_queries += sequence.num_prompt
-        hit = self.axes.store.match(sequence.cache_key, request.prompt, request.session)
-        if hit is not None:
-            self.runner.kv.fill(sequence.slot, hit)
-            sequence.num_kv = sequence.num_cached = sequence.num_published = hit.num_tokens
-            self.counters.prefix_hits += hit.num_tokens
-            self.counters.cached_tokens += hit.num_tokens
 
     def _settle(self) -> None:
         """Decoding rows to the front, buffers to the number of slots in use. Only while nothing is in flight."""
         if self._flights:
             return
         kv = self.runner.kv
-        for move in self.slots.settle():
+        for move in self.roster.slots.settle():
             (kv.swap if move.swap else kv.move)(move.source, move.target)
-        wanted = self.slots.num_wanted
+        wanted = self.roster.slots.num_wanted
         if wanted > kv.num_slots or wanted * 4 <= kv.num_slots or not wanted:
             kv.resize(wanted)
 
@@ -218,13 +183,15 @@ class Step:
         self.counters.pipelined_steps += bool(previous)
         decoding = self._decoding(plan)
         prompts = [row for row in self.running if row.id in plan.num_tokens and row.num_pending > 1]
-        drafts = {} if previous else {row.id: self._propose(row) for row in decoding}
-        for group, rows in self._decode_groups([row for row in decoding if row.finish is None], drafts):
-            self._fly(group, rows, [drafts.get(row.id, ()) if row else () for row in rows], previous)
+        drafts: Drafts = {} if previous else {row.id: self._propose(row) for row in decoding}
+        able = self._decode_slice([row for row in decoding if row.finish is None])
+        for group, rows in self._grouping.decode(able, drafts):
+            guesses = [drafts.get(row.id, ()) if row else () for row in rows]
+            self._fly(Feed(group, rows, guesses), previous)
         num_prompt = 0
         for row in prompts:
             num_tokens = self._chunk(row, plan.num_tokens[row.id])
-            self._fly(Group(row.slot, self._width(num_tokens), (num_tokens,)), [row], [()], [])
+            self._fly(Feed(self._grouping.prompt(row, num_tokens), [row], [()]), [])
             num_prompt += num_tokens
         for flight in previous:
             self._collect(flight)
@@ -239,8 +206,7 @@ class Step:
         """Prompt tokens of this step. Where the store keeps states, the last token runs on its own, so that the state
         before it is there when the same prompt comes again."""
         num_tokens = min(planned, row.num_pending, self.runner.max_width)
-        keeps_state = self.runner.recurrent and self.axes.store.wants
-        return num_tokens - 1 if keeps_state and num_tokens == row.num_pending else num_tokens
+        return num_tokens - 1 if self._prefix.keeps_state and num_tokens == row.num_pending else num_tokens
 
     def _needs_host(self, row: Sequence) -> bool:
         return (
@@ -251,7 +217,7 @@ class Step:
 
     def _draft_width(self, row: Sequence) -> int:
         widths = [0]
-        self._own_fault(row, lambda: widths.append(self.axes.provider.width(row.request)))
+        self.roster.own_fault(row, lambda: widths.append(self.axes.provider.width(row.request)))
         return widths[-1]
 
     def _propose(self, row: Sequence) -> Rows[int]:
@@ -259,247 +225,107 @@ class Step:
         if width <= 0:
             return ()
         proposed: list[int] = []
-        self._own_fault(
-            row, lambda: proposed.extend(self.axes.provider.propose(row.request, row.tokens, width)[:width])
+        provider = self.axes.provider
+        self.roster.own_fault(
+            row, lambda: proposed.extend(provider.propose(row.request, row.tokens, width)[:width])
         )
         return proposed
 
-    def _width(self, num_tokens: int) -> int:
-        if not self.runner.ragged_widths:
-            return num_tokens
-        return min(self.shapes.width(num_tokens), self.runner.max_width)  # a ring has no room for more
-
-    def _decode_groups(
-        self, decoding: Rows[Sequence], drafts: dict[str, Rows[int]]
-    ) -> list[tuple[Group, list[Sequence | None]]]:
-        """One group over the decode slice, or runs of equal rows for graphs that cannot mix them."""
-
-        def likeness(row: Sequence | None) -> object:
-            if self.runner.ragged_widths and self.runner.ragged_offsets:
-                return None
-            return row and (row.num_kv, len(drafts.get(row.id, ())))
-
-        groups: list[tuple[Group, list[Sequence | None]]] = []
-        for lo, part in runs(self._decode_slice(decoding), likeness):
-            num_tokens = tuple(1 + len(drafts.get(row.id, ())) if row else 0 for row in part)
-            if any(num_tokens):
-                groups.append((Group(lo, self._width(max(num_tokens)), num_tokens), part))
-        return groups
-
-    def _fly(
-        self, group: Group, rows: list[Sequence | None], drafts: Rows[Rows[int]], previous: list[Flight]
-    ) -> None:
+    def _fly(self, feed: Feed, previous: list[Flight]) -> None:
         """Launches one group. If that raises, each row is tried alone, so that only the one at fault ends."""
         try:
-            flight = self._forward(group, rows, drafts, previous)
+            flight = self._forward(feed, previous)
         except Exception as error:  # the boundary: whatever a graph raises ends a request, never the engine
             self.runner.abort()
             self.counters.failed_forwards += 1
-            self._retry_alone(group, rows, previous, error)
+            self._retry_alone(feed, previous, error)
             return
         if flight is None:
             return
-        if any(self._needs_host(row) for row in flight.sequences):
+        if any(self._needs_host(row) for row in feed.sequences):
             self._collect(flight)
         else:
             self._flights.append(flight)
 
-    def _retry_alone(
-        self, group: Group, rows: list[Sequence | None], previous: list[Flight], error: Exception
-    ) -> None:
+    def _retry_alone(self, feed: Feed, previous: list[Flight], error: Exception) -> None:
         while previous:  # their tokens must be on the host: a row may have ended by them
             self._collect(previous.pop())
-        active = [row for row in rows if row is not None]
+        active = feed.sequences
         if len(active) == 1:
             if active[0].finish is None:
                 log.error("request %s failed in the model", active[0].id, exc_info=error)
-                self._end(active[0], "error", f"the model failed on this request: {error}")
+                self.roster.end(active[0], "error", f"the model failed on this request: {error}")
             return
-        for i, row in enumerate(rows):
+        for i, row in enumerate(feed.rows):
             if row is not None and row.finish is None:
-                num_tokens = min(row.num_pending, group.num_tokens[i])
-                self._fly(Group(group.lo + i, num_tokens, (num_tokens,)), [row], [()], [])
+                self._fly(feed.alone(i), [])
 
-    def _forward(
-        self, group: Group, rows: list[Sequence | None], drafts: Rows[Rows[int]], previous: list[Flight]
-    ) -> Flight | None:
+    def _forward(self, feed: Feed, previous: list[Flight]) -> Flight | None:
         """Builds and launches a group's graph. None if it draws no token (a prompt chunk that is not the last)."""
-        drafting = any(drafts)
-        wanted = None if drafting else [max(n - 1, 0) for n in group.num_tokens]
-        tokens = previous[0].draw.tokens if previous else self._feed(group, rows, drafts)
-        self.axes.adapters.bind([row.request.adapters if row else () for row in rows])
-        tokens, logits = self.runner.forward(group, tokens, wanted)
-        draw = None
-        if any(
-            row and row.num_kv + n >= len(row.tokens) for row, n in zip(rows, group.num_tokens, strict=True)
-        ):
-            columns = [range(group.width)] * len(rows) if wanted is None else [(w,) for w in wanted]
-            positions = [
-                [(row.num_kv if row else 0) + c + 1 for c in cs]
-                for row, cs in zip(rows, columns, strict=True)
-            ]
-            draw = self._draw(logits, rows, drafts, positions)
+        tokens = previous[0].draw.tokens if previous else feed.tokens()
+        self.axes.adapters.bind([row.request.adapters if row else () for row in feed.rows])
+        tokens, logits = self.runner.forward(feed.group, tokens, feed.wanted)
+        draw = self._drawing.draw(logits, feed) if feed.draws else None
         self.runner.launch(draw)
-        if not drafting:
-            self.runner.kv.commit(group, group.num_tokens)
-        for row, num_tokens in zip(rows, group.num_tokens, strict=True):
+        if not feed.drafting:
+            self.runner.kv.commit(feed.group, feed.group.num_tokens)
+        for row, num_tokens in zip(feed.rows, feed.group.num_tokens, strict=True):
             if row is not None:
-                row.num_kv += 0 if drafting else num_tokens
+                row.num_kv += 0 if feed.drafting else num_tokens
                 row.num_inflight += int(draw is not None)
-        return None if draw is None else Flight(group, rows, tokens, draw, drafts, committed=not drafting)
-
-    @staticmethod
-    def _feed(group: Group, rows: list[Sequence | None], drafts: Rows[Rows[int]]) -> list[list[int]]:
-        return [
-            [*row.next_tokens(n - len(draft)), *draft] if row else []
-            for row, n, draft in zip(rows, group.num_tokens, drafts, strict=True)
-        ]
-
-    # ------------------------------------------------------------------ draw
-    def _draw(
-        self, logits: Any, rows: list[Sequence | None], drafts: Rows[Rows[int]], positions: Rows[Rows[int]]
-    ) -> Any:
-        ids = tuple(row.id if row else "" for row in rows)
-        if self._prepared[0] != ids:
-            wishes = [row.request.sampling if row else None for row in rows]
-            self._prepared = (ids, self.axes.sampler.prepare(wishes))
-        history = [(row.tokens if row else (), draft) for row, draft in zip(rows, drafts, strict=True)]
-        allowed: list[tuple[int, int, Any]] = []
-        for i, row in enumerate(rows):
-            if row is not None and row.constraint is not None:
-                self._own_fault(row, lambda i=i, row=row: allowed.extend(self._allowed(i, row, drafts[i])))
-        return self.axes.sampler.draw(logits, self._prepared[1], positions, history=history, allowed=allowed)
-
-    @staticmethod
-    def _allowed(index: int, row: Sequence, draft: Rows[int]) -> list[tuple[int, int, Any]]:
-        """(row, position, uint8[V] mask) of each draft position that the row's constraint restricts."""
-        constraint = row.constraint
-        assert constraint is not None
-        found: list[tuple[int, int, Any]] = []
-        advanced = 0
-        for t in range(len(draft) + 1):
-            mask = constraint.mask()
-            if mask is not None:
-                found.append((index, t, mask))
-            if t == len(draft) or (mask is not None and not mask[draft[t]]):
-                break  # a forbidden draft token cannot be drawn, so what follows it does not matter
-            constraint.advance(draft[t])
-            advanced += 1
-        constraint.rewind(advanced)
-        return found
+        return None if draw is None else Flight(feed, tokens, draw, committed=not feed.drafting)
 
     # ------------------------------------------------------------------ commit
     def _collect(self, flight: Flight) -> None:
         """Reads a flight and takes its tokens into the sequences."""
+        feed = flight.feed
         try:
             drawn = flight.read()
         except RuntimeError as error:  # the device failed on the whole group: there is no row to blame
             log.exception("a forward failed on the device")
-            for row in flight.sequences:
-                self._end(row, "error", f"the device failed: {error}")
+            for row in feed.sequences:
+                self.roster.end(row, "error", f"the device failed: {error}")
             return
-        kept = [0] * len(flight.rows)
-        for i, row in enumerate(flight.rows):
+        kept = [0] * len(feed.rows)
+        for i, (row, draft) in enumerate(zip(feed.rows, feed.drafts, strict=True)):
             if row is None:
                 continue
             row.num_inflight -= 1
-            draft = flight.drafts[i]
             taken = agree(draft, drawn.tokens[i][: len(draft) + 1])
             kept[i] = len(taken)
             if row.finish is None:
                 self._take(row, i, taken, drawn)
                 self._observe(row, len(draft), len(taken) - 1)
         if not flight.committed:
-            if not self.runner.kv.commit(flight.group, kept):
-                self.runner.replay(flight.group, flight.tokens, kept)
-            for row, num_tokens in zip(flight.rows, kept, strict=True):
+            if not self.runner.kv.commit(feed.group, kept):
+                self.runner.replay(feed.group, flight.tokens, kept)
+            for row, num_tokens in zip(feed.rows, kept, strict=True):
                 if row is not None:
                     row.num_kv += num_tokens
 
     def _observe(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
-        self._own_fault(row, lambda: self.axes.provider.observe(row.request, num_drafted, num_accepted))
+        provider = self.axes.provider
+        self.roster.own_fault(row, lambda: provider.observe(row.request, num_drafted, num_accepted))
         self.counters.drafted_tokens += num_drafted
         self.counters.accepted_tokens += num_accepted
 
     def _take(self, row: Sequence, index: int, taken: Rows[int], drawn: Drawn) -> None:
         emitted = row.extend(taken)
         self.counters.generation_tokens += len(emitted) + row.num_eos
-
-        def advance() -> None:
-            for token in emitted:
-                if row.constraint is not None:
-                    row.constraint.advance(token)
-
-        if not self._own_fault(row, advance):
-            return
-        logprobs = drawn.logprobs_of(row, index, emitted)
-        if row.finish is not None:
-            self._end(row, row.finish, tokens=tuple(emitted), logprobs=logprobs)
-        elif emitted:
-            self._events.append(TokenEvent(row.id, tuple(emitted), logprobs))
-
-    def _constrain(self, sequence: Sequence) -> None:
-        sequence.constraint = self.axes.constraints.make(sequence.request)
-
-    def _own_fault(self, row: Sequence, action: Callable[[], Any]) -> bool:
-        """Runs a row's own hook; if it raises, that row ends with an error event and its neighbours go on."""
-        try:
-            action()
-        except Exception as error:  # the boundary: one request's hook never stops the engine
-            log.exception("request %s failed", row.id)
-            self._end(row, "error", str(error) or type(error).__name__)
-            return False
-        return True
-
-    def _end(
-        self,
-        row: Sequence,
-        finish: FinishReason,
-        error: str | None = None,
-        tokens: tuple[int, ...] = (),
-        logprobs: Any = (),
-    ) -> None:
-        if row.ended:  # whatever fails afterwards, a request has one last event
-            return
-        row.finish, row.ended = finish, True
-        self.counters.finished[finish] = self.counters.finished.get(finish, 0) + 1
-        self._events.append(TokenEvent(row.id, tokens, logprobs, finish, error, row.usage()))
+        if self.roster.own_fault(row, lambda: row.advance_constraint(emitted)):
+            self.roster.emit(row, tuple(emitted), drawn.logprobs_of(row, index, emitted), row.finish)
 
     def _reap(self) -> None:
         """Frees the slots of ended rows. Only while nothing is in flight."""
         for row in [row for row in self.running if row.finish is not None]:
-            self.running.remove(row)
             if row.finish != "error":
-                self._publish(row)
-            self._own_fault(row, lambda row=row: self.axes.provider.release(row.request))
+                self._prefix.publish(row)
+            self.roster.own_fault(row, lambda row=row: self.axes.provider.release(row.request))
             self.runner.kv.release(row.slot)
-            self.slots.leave(row)
-        for row in [row for row in self.waiting if row.finish is not None]:
-            self.waiting.remove(row)
+            self.roster.leave(row)
+        self.roster.drop_ended_waiters()
         if not self.running:
             self.runner.kv.resize(0)
-
-    def _publish_progress(self) -> None:
-        """Offers prompts to the prefix store when they are complete, and long rows on the way."""
-        if not self.axes.store.wants:
-            return
-        for row in self.running:
-            fresh = row.num_kv - row.num_published
-            prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
-            now_or_never = fresh + self.runner.max_width > self.runner.kv.num_kept_columns  # a ring wraps
-            due = fresh >= PUBLISH_EVERY or now_or_never or prompt_done
-            if row.finish is None and fresh > 0 and due:
-                self._publish(row)
-
-    def _publish(self, row: Sequence) -> None:
-        """Offers the row's KV to the prefix store, under the tokens it really holds."""
-        if self.axes.store.wants and row.num_kv > row.num_published and row.cache_key is not None:
-            view = RowView(self.runner.kv, row.slot)
-            try:
-                self.axes.store.put(row.cache_key, row.held, view, row.request.session)
-            except Exception:  # the boundary: what is not kept costs a later prefill, but not this answer
-                log.exception("the prefix store did not keep request %s", row.id)
-            row.num_published = row.num_kv
 
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:
         kind = (bool(num_decoding), bool(num_prompt))

@@ -72,7 +72,10 @@ def weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        named = {folder / name for name in read_json(index).get("weight_map", {}).values()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
+            raise ModelError(f"{index} does not say where the weights are; download the model again.")
+        named = {folder / name for name in weight_map.values()}
         missing = sorted(path.name for path in named if not path.exists())
         if missing:
             raise ModelError(f"{folder} lacks {', '.join(missing)}; download the model again.")

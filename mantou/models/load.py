@@ -102,7 +102,7 @@ def build(family: str, config: Mapping[str, Any]) -> Any:
     source = family_module(family)
     try:
         return source.Model(source.ModelArgs.from_dict(dict(config)))
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(
             f"config.json does not describe a {family} model mlx-lm can build ({error}); check the model folder."
         ) from None

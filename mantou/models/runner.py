@@ -65,7 +65,15 @@ class Runner:
     `span_step` columns.
     """
 
-    def __init__(self, model: LoadedModel, codec: KVCodec, *, max_width: int = 512, span_step: int = 1) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        codec: KVCodec,
+        *,
+        max_width: int = 512,
+        span_step: int = 1,
+        ring_slack: int = RING_SLACK,
+    ) -> None:
         family, caches = model.family, model.caches
         self.model = model
         self.max_width = max_width
@@ -74,7 +82,7 @@ class Runner:
         self.recurrent = "recurrent" in layout_names(model.caches)
         self.kv = KVBatch(
             lambda num_slots: [
-                LAYOUTS[type(cache).__name__][1](cache, codec, num_slots, max(max_width, RING_SLACK))
+                LAYOUTS[type(cache).__name__][1](cache, codec, num_slots, max(max_width, ring_slack))
                 for cache in caches
             ],
             array_offsets=family.ragged_offsets,

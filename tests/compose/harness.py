@@ -13,11 +13,12 @@ from mantou.data import Request, Sampling, TokenEvent
 from mantou.engine.none import NoAdapters, NoConstraints
 from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
-from mantou.engine.step import Axes, Step
+from mantou.engine.axes import Axes
+from mantou.engine.step import Step
 from mantou.kv.codecs import make_codec
 from mantou.models.families import Family
 from mantou.models.load import LoadedModel, describe
-from mantou.models.runner import Runner
+from mantou.models.runner import RING_SLACK, Runner
 from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.none import NoDraft
@@ -57,12 +58,19 @@ class Case:
     constraints: Any = field(default_factory=NoConstraints)
     scheduler: Any = None
     seed: int = 0
+    ring_slack: int = RING_SLACK
 
 
 def make_step(case: Case) -> Step:
     loaded = model(case.family, case.seed)
     shapes = Shapes(case.bucketed)
-    runner = Runner(loaded, make_codec(case.codec), max_width=case.chunk, span_step=shapes.span_step)
+    runner = Runner(
+        loaded,
+        make_codec(case.codec),
+        max_width=case.chunk,
+        span_step=shapes.span_step,
+        ring_slack=case.ring_slack,
+    )
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),
         sampler=DeviceSampler(),

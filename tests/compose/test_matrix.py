@@ -11,7 +11,7 @@ import pytest
 
 from mantou.data import Request
 from mantou.spec.none import NoDraft
-from tests.compose.axes import combinations, wishes
+from tests.compose.axes import MIXED, combinations, wishes
 from tests.compose.harness import VOCAB, Case, Outcome, requests, run
 from tests.fakes import ConstraintsFor, DictStore, Modulo, NoisyOracle
 
@@ -92,6 +92,22 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
     check(family, expected_next, run(case, second_turn(first, expected.tokens), staggered))
     if store:
         assert store.hits, "the second turn must find the first"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])
+@pytest.mark.parametrize("codec", ["off", "8"])
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_rings_that_wrap_hold_the_same_window(family: str, codec: str, bucketed: bool) -> None:
+    first = requests(MIXED)
+    small = {"chunk": 16, "ring_slack": 16, "codec": codec}
+    expected = run(Case(family, **small), first)
+    following = second_turn(first, expected.tokens)
+    expected_next = run(Case(family, **small), following)
+    assert expected.tokens == reference(family, "mixed", codec, "none")[0].tokens  # a ring that never wraps
+    answers = {**expected.tokens, **expected_next.tokens}
+    case = Case(family, rows=3, bucketed=bucketed, provider=NoisyOracle(answers, 0.7, VOCAB), **small)
+    check(family, expected, run(case, first, ARRIVALS))
+    check(family, expected_next, run(case, following, ARRIVALS))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

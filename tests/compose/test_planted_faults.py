@@ -24,9 +24,9 @@ STAGGERED = {"r1": 2, "r2": 3, "r3": 9, "r4": 11}
 def differs(family: str = "llama", sampling: Sampling = Sampling(), *, plant: Any, **changes: Any) -> bool:
     """Whether the combined run differs from the plain one once `plant()` was called."""
     wanted = requests(sampling)
-    expected = run(Case(family), wanted)
+    expected = run(Case(family, **changes), wanted)
     oracle = NoisyOracle(expected.tokens, 0.6, VOCAB)
-    case = Case(family, rows=4, chunk=16, provider=oracle, **changes)
+    case = Case(family, rows=4, provider=oracle, **{"chunk": 16, **changes})
     assert run(case, wanted, STAGGERED).tokens == expected.tokens
     plant()
     try:
@@ -72,12 +72,22 @@ def test_a_mask_that_shows_other_rows_garbage_is_noticed(monkeypatch: pytest.Mon
 
 
 def test_a_window_one_token_too_wide_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_mask = Geometry.causal_mask
+    wider = lambda s, span, w: causal_mask(s, span, w + 1 if w else 0)  # noqa: E731
+    assert differs("gemma3_text", plant=lambda: monkeypatch.setattr(Geometry, "causal_mask", wider))
+
+
+@pytest.mark.parametrize(("size", "window"), [(0, 1), (1, 0)])
+def test_a_wrapped_ring_that_shows_the_wrong_slots_is_noticed(
+    size: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ring_mask = Geometry.ring_mask
+    wrong = lambda s, n, w: ring_mask(s, n, w + window) if not size else mx.roll(ring_mask(s, n, w), 1, -1)  # noqa: E731
     assert differs(
         "gemma3_text",
-        plant=lambda: monkeypatch.setattr(
-            Geometry, "ring_mask", lambda s, size, w: ring_mask(s, size, w + 1)
-        ),
+        plant=lambda: monkeypatch.setattr(Geometry, "ring_mask", wrong),
+        chunk=16,
+        ring_slack=16,
     )
 
 

@@ -11,12 +11,16 @@ import pytest
 from tests.real import Server, serving, tiny_folder
 
 ROWS = 8
+CONTEXT = (
+    1 << 16
+)  # an answer of that length lasts longer than any test, so a row only ends if somebody ends it
+ENDLESS = CONTEXT - 4096  # max_tokens of such an answer
 PLANTED = ("tests.e2e.planted_server",)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_folder(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny_folder(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=CONTEXT)
 
 
 @pytest.fixture

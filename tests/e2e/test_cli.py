@@ -13,6 +13,7 @@ from subprocess import CompletedProcess
 import pytest
 
 from mantou import __version__, load
+from tests.e2e.conftest import CONTEXT
 from tests.real import environment, free_port, mantou
 from tests.unit.gguf_files import tiny_model
 
@@ -137,7 +138,7 @@ def test_bad_values(
     [
         (["--cpu-activations", "int7"], "int7"),
         (["--thinking", "maybe"], "--thinking takes on or off"),
-        (["--host", "no.such.host.invalid"], "--host"),
+        (["--host", "203.0.113.1"], "--host"),
     ],
 )
 def test_bad_values_of_serve(
@@ -182,7 +183,7 @@ def test_generate(run: Callable[..., CompletedProcess[str]], tiny: Path) -> None
     assert said.stdout == piped.stdout == own + "\n"
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [("x" * 9000, "the context 4096"), ("", "prompt")])
+@pytest.mark.parametrize(("prompt", "expected"), [("x" * CONTEXT, f"the context {CONTEXT}"), ("", "prompt")])
 def test_generate_refuses_a_prompt(
     run: Callable[..., CompletedProcess[str]], tiny: Path, prompt: str, expected: str
 ) -> None:

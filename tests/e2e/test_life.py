@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import PLANTED
-from tests.real import DEADLINE_S, TINY_CONTEXT, Server, events, serving, starter_folder
+from tests.e2e.conftest import ENDLESS, PLANTED
+from tests.real import DEADLINE_S, Server, events, serving, starter_folder
 
 TEXT = "/v1/completions"
 SHORT = {"prompt": "the fox", "temperature": 0, "max_tokens": 8}
@@ -63,7 +63,7 @@ def test_a_stream_beyond_the_grace_ends_with_the_reason(
     serve: Callable[..., Server], number: signal.Signals
 ) -> None:
     server = serve("--grace", "0", module=PLANTED).ready()
-    body = {**SHORT, "stream": True, "max_tokens": TINY_CONTEXT - 50, "n": 8}
+    body = {**SHORT, "stream": True, "max_tokens": ENDLESS, "n": 8}
     with server.http.stream("POST", TEXT, json=body) as answer:
         lines = answer.iter_lines()
         next(lines)

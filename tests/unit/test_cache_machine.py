@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,8 +16,8 @@ from mantou.protocols import CacheKey
 from tests.unit import cache_rows
 from tests.unit.cache_rows import KEY, OTHER, Row, check
 
-TOKEN = st.integers(0, 1)  # two tokens, so that prompts share much and part often
-SESSION = st.none() | st.sampled_from(["a", "b", "c"])
+SEEDS = st.lists(st.integers(0, 1 << 32), min_size=1, max_size=12)
+SESSIONS = (None, "a", "b", "c")
 Prompt = list[int]
 
 
@@ -37,7 +38,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.stored: list[tuple[CacheKey, Prompt]] = []
-        self.prompts: list[Prompt] = [[0]]
+        self.prompts: list[Prompt] = [[0]]  # of two tokens, so that they share much and part often
 
     @initialize(
         recurrent=st.booleans(), columns=st.booleans(), max_bytes=st.sampled_from([6_000, 30_000, 1 << 30])
@@ -47,39 +48,43 @@ class Histories(RuleBasedStateMachine):
         self.store = RamStore(max_bytes, recurrent=recurrent, max_sessions=2)
         self.forgot = False
 
-    def _prompt(self, data: st.DataObject) -> Prompt:
-        """A new prompt, or one that was used before: cut, and continued."""
-        base = data.draw(st.sampled_from(self.prompts))
-        kept = base[: data.draw(st.integers(0, len(base)))]
-        prompt = [*kept, *data.draw(st.lists(TOKEN, min_size=1, max_size=12))]
+    def _prompt(self, dice: random.Random) -> Prompt:
+        """A prompt that was used before, cut and continued."""
+        base = dice.choice(self.prompts[-12:])
+        prompt = base[: dice.choice([len(base), dice.randint(0, len(base))])]
+        prompt = [*prompt, *(dice.randint(0, 1) for _ in range(dice.randint(1, 12)))]
         self.prompts.append(prompt)
         return prompt
 
-    @rule(data=st.data(), key=st.sampled_from([KEY, OTHER]), session=SESSION)
-    def put(self, data: st.DataObject, key: CacheKey, session: str | None) -> None:
-        prompt = self._prompt(data)
-        lost = 0 if self.recurrent else data.draw(st.sampled_from([0, 0, 0, len(prompt) // 2]))
-        row = Row(prompt, key, self.recurrent, self.columns, first_column=lost)
-        self.store.put(key, prompt, row, session)
-        self.stored.append((key, prompt))
-        self.forgot |= lost > 0
+    @rule(seeds=SEEDS)
+    def put(self, seeds: list[int]) -> None:
+        for dice in map(random.Random, seeds):
+            key, prompt, session = dice.choice([KEY, KEY, OTHER]), self._prompt(dice), dice.choice(SESSIONS)
+            lost = 0 if self.recurrent else dice.choice([0, 0, 0, len(prompt) // 2])
+            row = Row(prompt, key, self.recurrent, self.columns, first_column=lost)
+            self.store.put(key, prompt, row, session)
+            self.stored.append((key, prompt))
+            self.forgot |= lost > 0
+            self.store.check_integrity()
 
-    @rule(data=st.data(), key=st.sampled_from([KEY, OTHER]), session=SESSION)
-    def match(self, data: st.DataObject, key: CacheKey, session: str | None) -> None:
-        prompt = self._prompt(data)
-        hit = self.store.match(key, prompt, session)
-        best = longest(self.stored, key, prompt, recurrent=self.recurrent)
-        if hit is not None:
-            assert hit.num_tokens <= best
-            if self.columns:
-                check(hit, prompt, key, recurrent=self.recurrent)
-        counters = self.store.counters
-        if not (self.forgot or counters.evictions or counters.thinned_states or counters.refused):
-            assert (hit.num_tokens if hit else 0) == best
+    @rule(seeds=SEEDS)
+    def match(self, seeds: list[int]) -> None:
+        for dice in map(random.Random, seeds):
+            key, prompt = dice.choice([KEY, KEY, OTHER]), self._prompt(dice)
+            hit = self.store.match(key, prompt, dice.choice(SESSIONS))
+            best = longest(self.stored, key, prompt, recurrent=self.recurrent)
+            if hit is not None:
+                assert hit.num_tokens <= best
+                if self.columns:
+                    check(hit, prompt, key, recurrent=self.recurrent)
+            counters = self.store.counters
+            if not (self.forgot or counters.evictions or counters.thinned_states or counters.refused):
+                assert (hit.num_tokens if hit else 0) == best
+            self.store.check_integrity()
 
     @rule(session=st.sampled_from(["a", "b", "c"]))
     def close(self, session: str) -> None:
-        self.store.close(session)
+        self.store.close_session(session)
 
     @rule(num_bytes=st.integers(1, 20_000))
     def shrink(self, num_bytes: int) -> None:

@@ -121,12 +121,12 @@ def test_a_burst_of_single_prompts_leaves_open_conversations_alone() -> None:
 def test_a_closed_session_is_no_longer_preferred() -> None:
     store, held = RamStore(200_000), words(10, 700)
     put(store, held, session="s")
-    assert store.close("s") and not store.close("s") and not store.close("never")
+    assert store.close_session("s") and not store.close_session("s") and not store.close_session("never")
     store.check_integrity()
     assert found(store, [*held, 1]) == 700, "closing drops a preference, not a checkpoint"
     store = RamStore(200_000)
     put(store, held, session="s")
-    store.close("s")
+    store.close_session("s")
     for seed in range(100, 200):
         put(store, words(seed, 900))
     assert found(store, [*held, 1]) == 0
@@ -213,3 +213,16 @@ def test_eviction_hands_over_the_whole_path() -> None:
     put(store, tokens)
     store.shrink(1 << 40)
     assert seen == [600, 512, 256]
+
+
+@pytest.mark.parametrize("max_bytes", range(3_000, 16_000, 250))
+def test_a_put_goes_on_where_it_was_although_states_on_its_way_are_dropped(max_bytes: int) -> None:
+    store, tokens = RamStore(max_bytes, recurrent=True), words(19, 200)
+    put(store, tokens[:100])
+    put(store, tokens)
+    for seed in range(3):
+        branch = tokens[:100] + words(20 + seed, 60)
+        put(store, branch)
+        put(store, branch + words(30 + seed, 60))
+        found(store, [*branch, 1])
+    found(store, [*tokens, 1])

@@ -59,7 +59,11 @@ class Rows(RuleBasedStateMachine):
     @staticmethod
     def fed(load: Load, plan: Plan) -> Load:
         left = load.num_pending - plan.num_tokens.get(load.id, 0)
-        return replace(load, num_pending=left) if left else replace(load, num_pending=1, num_left=load.num_left - 1)
+        return (
+            replace(load, num_pending=left)
+            if left
+            else replace(load, num_pending=1, num_left=load.num_left - 1)
+        )
 
     def check(self, plan: Plan, loads: dict[str, Load], chunk: int) -> None:
         for load in self.running:
@@ -121,7 +125,9 @@ def test_prompts_that_seem_to_cost_nothing_never_overflow_the_chunk() -> None:
     pacer = Pacer(512)
     pacer.observe(1.0, 1, 0)
     pacer.observe(2.0, 1, 8)
-    for _ in range(3400):  # a mixed step as fast as a decode step: the average decays below every normal float
+    for _ in range(
+        3400
+    ):  # a mixed step as fast as a decode step: the average decays below every normal float
         pacer.observe(1.0, 1, 8)
     assert pacer.chunk(1) == 512
 

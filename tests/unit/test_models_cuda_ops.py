@@ -10,7 +10,9 @@ import pytest
 from mantou.models.ops.cuda import CudaOps, FlatQuantizedLinear, FoldedAttention
 
 
-def tensors(heads: int, kv_heads: int, width: int, span: int) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def tensors(
+    heads: int, kv_heads: int, width: int, span: int
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     mx.random.seed(heads * 100 + width)
     q = mx.random.normal((3, heads, width, 16))
     k = mx.random.normal((3, kv_heads, span, 16))

@@ -50,7 +50,9 @@ def tokens(*args: Any, **kwargs: Any) -> list[list[int]]:
     seed=st.integers(0, 999),
     width=st.integers(1, 3),
 )
-def test_a_row_draws_what_it_would_draw_alone_bit_for_bit(wishes: list[Sampling], seed: int, width: int) -> None:
+def test_a_row_draws_what_it_would_draw_alone_bit_for_bit(
+    wishes: list[Sampling], seed: int, width: int
+) -> None:
     wishes = [replace(wish, seed=wish.seed + row) for row, wish in enumerate(wishes)]
     logits = logits_of(seed, len(wishes), width)
     positions = [range(row * 10, row * 10 + width) for row in range(len(wishes))]
@@ -104,7 +106,10 @@ def test_a_forbidden_token_is_never_drawn(wish: Sampling, seed: int) -> None:
     allowed[[7, 11, 30]] = 1
     logits = logits_of(seed, 2, 2)
     found = tokens(
-        logits, [wish, wish], [(seed, seed + 1)] * 2, allowed=[(0, 0, allowed), (0, 1, allowed), (1, 1, allowed)]
+        logits,
+        [wish, wish],
+        [(seed, seed + 1)] * 2,
+        allowed=[(0, 0, allowed), (0, 1, allowed), (1, 1, allowed)],
     )
     free = tokens(logits, [wish, wish], [(seed, seed + 1)] * 2)
     assert {found[0][0], found[0][1], found[1][1]} <= {7, 11, 30}

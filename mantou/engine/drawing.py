@@ -1,0 +1,57 @@
+"""From logits to a draw: the rows' sampling wishes, histories and constraints. Knows no scheduling and no KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+from mantou.engine.groups import Feed
+from mantou.engine.roster import Roster
+from mantou.engine.sequence import Sequence
+from mantou.protocols import Sampler
+
+Allowed = tuple[int, int, Any]  # row, position, uint8[V]
+
+
+class Drawing:
+    """Keeps the wishes of the last composition as device arrays: they change only when rows come or go."""
+
+    def __init__(self, sampler: Sampler, roster: Roster) -> None:
+        self._sampler = sampler
+        self._roster = roster
+        self._prepared: tuple[tuple[str, ...], Any] = ((), None)
+
+    def draw(self, logits: Any, feed: Feed) -> Any:
+        ids = tuple(row.id if row else "" for row in feed.rows)
+        if self._prepared[0] != ids:
+            wishes = [row.request.sampling if row else None for row in feed.rows]
+            self._prepared = (ids, self._sampler.prepare(wishes))
+        history = [
+            (row.tokens if row else (), draft) for row, draft in zip(feed.rows, feed.drafts, strict=True)
+        ]
+        allowed: list[Allowed] = []
+        for i, row in enumerate(feed.rows):
+            if row is not None and row.constraint is not None:
+                draft = feed.drafts[i]
+                self._roster.own_fault(row, lambda i=i, row=row, d=draft: allowed.extend(_allowed(i, row, d)))
+        return self._sampler.draw(
+            logits, self._prepared[1], feed.positions(), history=history, allowed=allowed
+        )
+
+
+def _allowed(index: int, row: Sequence, draft: Rows[int]) -> list[Allowed]:
+    """What the row's constraint allows at each draft position that it restricts."""
+    constraint = row.constraint
+    assert constraint is not None
+    found: list[Allowed] = []
+    advanced = 0
+    for t in range(len(draft) + 1):
+        mask = constraint.mask()
+        if mask is not None:
+            found.append((index, t, mask))
+        if t == len(draft) or (mask is not None and not mask[draft[t]]):
+            break  # a forbidden draft token cannot be drawn, so what follows it does not matter
+        constraint.advance(draft[t])
+        advanced += 1
+    constraint.rewind(advanced)
+    return found
