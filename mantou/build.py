@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
 MIN_ROWS = 8
 _MAX_ROWS = {"cpu": 16, "metal": 32, "cuda": 64}
 _TYPICAL_CONTEXT = 4096
+# How families name the length of their context.
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+)
 
 
 @dataclass(slots=True)
@@ -139,15 +148,14 @@ def describe(
 ) -> ModelInfo:
     from mantou.models.runner import layout_names
 
-    text = text_config(loaded.config)
-    own = int(text.get("max_position_embeddings") or text.get("max_seq_len") or _TYPICAL_CONTEXT)
+    own = config_number(loaded, CONTEXT_KEYS) or _TYPICAL_CONTEXT
     if not loaded.family.ragged_offsets:
         notes = (*notes, "rows of different lengths run one after the other in this family")
     return ModelInfo(
         id=model_id(folder, config),
         model_type=loaded.family.name,
         context_length=min(own, config.context_length or own),
-        vocab_size=int(text["vocab_size"]),
+        vocab_size=config_number(loaded, ("vocab_size",)) or 0,
         weights_bytes=loaded.weights_bytes,
         dtype=loaded.dtype,
         device=device,
@@ -161,6 +169,14 @@ def describe(
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of a config.json, which multimodal checkpoints nest."""
     return config.get("text_config") or config.get("llm_config") or config
+
+
+def config_number(loaded: LoadedModel, keys: Sequence[str]) -> int | None:
+    """The first of these settings that the config.json, or the graph's own defaults, give."""
+    args = getattr(loaded.module, "args", None)
+    places = [text_config(loaded.config), loaded.config, vars(args) if args is not None else {}]
+    found = (place.get(key) for place in places for key in keys)
+    return next((int(value) for value in found if isinstance(value, int) and value > 0), None)
 
 
 def model_id(folder: Path, config: Config) -> str:

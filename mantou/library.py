@@ -71,7 +71,8 @@ class Model:
         self.tokenizer = assembly.tokenizer
         self.template = assembly.template
         self._mailboxes = mailboxes
-        self._ids = (f"lib-{secrets.token_hex(4)}-{i}" for i in itertools.count())
+        self._prefix = f"lib-{secrets.token_hex(4)}"
+        self._numbers = itertools.count()  # its `next` is atomic, a generator's is not
 
     def generate(
         self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
@@ -144,7 +145,7 @@ class Model:
                 f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}; shorten it."
             )
         request = Request(
-            id=next(self._ids),
+            id=f"{self._prefix}-{next(self._numbers)}",
             prompt=prompt.tokens,
             sampling=replace(sampling, xtc_exempt=(*self.tokenizer.eos, *self.tokenizer.newline_ids)),
             max_tokens=max_tokens,

@@ -42,6 +42,7 @@ class Folder:
         self.num_corrupt = 0
         self.num_evicted = 0
         self._disk = disk
+        self._gave_way = False
         self._catalog = Catalog()
         self._touched: dict[str, Entry] = {}
         self._lock = threading.Lock()  # of the catalog; held for moments only
@@ -162,14 +163,7 @@ class Folder:
         )
         if not self._make_room(entry.nbytes):
             raise OSError(errno.EFBIG, "a block is larger than the whole SSD cache")
-        try:
-            self._disk.write(self._path(entry.name), parts)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                self.max_bytes = (
-                    self.nbytes
-                )  # others need the disk: from now on old blocks make room for new ones
-            raise
+        self._write_file(entry, parts)
         with self._lock:
             self._catalog.add(entry)
             self._note_used([entry, *self._catalog.above(entry)])
@@ -183,6 +177,19 @@ class Folder:
             raise
         self._drop(shorter)
 
+    def _write_file(self, entry: Entry, parts: Sequence[bytes | memoryview]) -> None:
+        """On a full disk old blocks make room for the new one, but only once until a write succeeds: whatever else
+        fills the disk may take what is freed, and a cache that gives up everything helps nobody."""
+        try:
+            self._disk.write(self._path(entry.name), parts)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._gave_way:
+                raise
+            self._gave_way = True
+            self._make_room(entry.nbytes, self.nbytes)
+            self._disk.write(self._path(entry.name), parts)
+        self._gave_way = False
+
     def read(self, entry: Entry) -> tuple[Stack, ...]:
         """Raises BadBlock or OSError, and the entry is gone then."""
         try:
@@ -195,10 +202,11 @@ class Folder:
             self._forget([entry])
             raise
 
-    def _make_room(self, num_bytes: int) -> bool:
+    def _make_room(self, num_bytes: int, limit: int | None = None) -> bool:
         """Removes the entries used least recently until `num_bytes` more fit."""
         with self._lock:
-            too_much, old = self._catalog.nbytes + num_bytes - self.max_bytes, []
+            allowed = self.max_bytes if limit is None else limit
+            too_much, old = self._catalog.nbytes + num_bytes - allowed, []
             for entry in self._catalog:
                 if too_much <= 0:
                     break

@@ -156,9 +156,9 @@ class Engine:
             return
         self._on_ready()
         while not self._closing:
-            self._guard(self._step, lambda step: self._drain_inbox(block=not step.busy))
+            self._drain_inbox(block=not self._step.busy)
             if self._step.busy and not self._closing:
-                self._guard(self._step, Step.advance)
+                self._guard(self._step.advance)
             self._deliver(self._step)
         self._drain_inbox(block=False)
         step, self._step = self._step, None
@@ -170,24 +170,24 @@ class Engine:
         if events := step.take_events():
             self._mailbox.put(events)
 
-    @staticmethod
-    def _guard(step: Step, action: Callable[[Step], None]) -> None:
+    def _guard(self, action: Callable[[], Any]) -> None:
         try:
-            action(step)
+            action()
         except Exception:  # a defect of the engine itself: its requests end, the server goes on
             log.exception("a step failed")
-            step.fail_all("the engine failed on this step; see the server's log")
+            if self._step is not None:
+                self._step.fail_all("the engine failed on this step; see the server's log")
 
     def _drain_inbox(self, *, block: bool) -> None:
         """Does what other threads asked for; waits for the first if there is nothing else to do."""
         if block:
-            self._inbox.get()()
+            self._guard(self._inbox.get())
         while True:
             try:
                 action = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            action()
+            self._guard(action)
 
     def _refuse(self, error: MantouError) -> None:
         """Loading failed: every request gets the reason."""

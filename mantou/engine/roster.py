@@ -12,6 +12,7 @@ from mantou.engine.counters import Counters
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
 from mantou.engine.slots import Slots
+from mantou.errors import MantouError
 
 log = logging.getLogger(__name__)
 
@@ -69,16 +70,20 @@ class Roster:
         if row.ended:
             return
         row.finish, row.ended = finish, True
-        self._counters.finished[finish] = self._counters.finished.get(finish, 0) + 1
+        finished = self._counters.finished  # replaced, not changed: another thread may be reading it
+        self._counters.finished = {**finished, finish: finished.get(finish, 0) + 1}
         self._events.append(TokenEvent(row.id, tokens, logprobs, finish, error, row.usage()))
 
     def own_fault(self, row: Sequence, action: Callable[[], Any]) -> bool:
         """Runs a row's own hook; if it raises, that row ends with an error event and its neighbours go on."""
         try:
             action()
-        except Exception as error:  # the boundary: one request's hook never stops the engine
+        except MantouError as error:
+            self.end(row, "error", error.message)
+            return False
+        except Exception:  # the boundary: one request's hook never stops the engine
             log.exception("request %s failed", row.id)
-            self.end(row, "error", str(error) or type(error).__name__)
+            self.end(row, "error", "This request failed inside the server; the server's log says why.")
             return False
         return True
 

@@ -197,7 +197,6 @@ class Step:
             self._collect(flight)
         if not decoding and prompts:
             self.runner.wait()  # bounds how far prompt chunks run ahead of the device
-        self.counters.prompt_tokens += num_prompt
         waited = int(bool(decoding and prompts))
         self.counters.max_chunks_between_tokens = max(self.counters.max_chunks_between_tokens, waited)
         return len(decoding), num_prompt
@@ -254,7 +253,9 @@ class Step:
         if len(active) == 1:
             if active[0].finish is None:
                 log.error("request %s failed in the model", active[0].id, exc_info=error)
-                self.roster.end(active[0], "error", f"the model failed on this request: {error}")
+                self.roster.end(
+                    active[0], "error", "The model failed on this request; the server's log says why."
+                )
             return
         for i, row in enumerate(feed.rows):
             if row is not None and row.finish is None:
@@ -271,6 +272,7 @@ class Step:
             self.runner.kv.commit(feed.group, feed.group.num_tokens)
         for row, num_tokens in zip(feed.rows, feed.group.num_tokens, strict=True):
             if row is not None:
+                self.counters.prompt_tokens += max(min(num_tokens, row.num_prompt - row.num_kv), 0)
                 row.num_kv += 0 if feed.drafting else num_tokens
                 row.num_inflight += int(draw is not None)
         return None if draw is None else Flight(feed, tokens, draw, committed=not feed.drafting)
@@ -281,10 +283,10 @@ class Step:
         feed = flight.feed
         try:
             drawn = flight.read()
-        except RuntimeError as error:  # the device failed on the whole group: there is no row to blame
+        except RuntimeError:  # the device failed on the whole group: there is no row to blame
             log.exception("a forward failed on the device")
             for row in feed.sequences:
-                self.roster.end(row, "error", f"the device failed: {error}")
+                self.roster.end(row, "error", "The device failed; the server's log says why. Try again.")
             return
         kept = [0] * len(feed.rows)
         for i, (row, draft) in enumerate(zip(feed.rows, feed.drafts, strict=True)):

@@ -64,8 +64,8 @@ def this_device() -> Device:
 
 
 def release_thread() -> None:
-    """Gives up the calling thread's MLX streams and cached buffers. To be called last on a thread that used MLX: one that
-    ends with streams of its own lets the interpreter abort at exit (seen on the CPU and on CUDA, mlx 0.32.4)."""
+    """Gives up the calling thread's MLX streams and cached buffers. To be called last on a thread that used MLX: one
+    that ends with streams of its own lets the interpreter abort at exit (seen on the CPU and on CUDA, mlx 0.32.4)."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()

@@ -184,7 +184,7 @@ def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
             _quantize(module, config, weights)
         module.load_weights(list(weights.items()), strict=True)
     except (ValueError, KeyError, IndexError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = " ".join(str(error).split())[:200] or type(error).__name__  # one line
         raise ModelError(f"The weights in {folder} do not fit its config.json ({reason}).") from None
     stored = _floating(weights)
     del weights

@@ -32,6 +32,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__)
     parser.add_argument("--model", default=STARTER, help="MLX model folder, or what `mantou serve` takes")
     parser.add_argument("--systems", default="mantou,mlx_lm.server", help="which to run")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=COMMAND",
+        help="another server to compare with, e.g. 'llama.cpp=llama-server -m FILE.gguf --port {port}'; repeatable",
+    )
     parser.add_argument("--mantou-args", default="--batch 16", help="more flags for `mantou serve`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", default="1,4,8,16", help="numbers of clients")
@@ -83,6 +90,12 @@ def machine() -> dict[str, Any]:
         "mantou": version("mantou"),
         "load_average_before": round(os.getloadavg()[0], 2),
     }
+
+
+def other(peer: str) -> System:
+    """A server that the caller brings: it needs /health and OpenAI's completions routes."""
+    name, _, command = peer.partition("=")
+    return System(name, shlex.split(command))
 
 
 def say(text: str) -> None:
@@ -137,7 +150,7 @@ async def soak_one(system: System, model: Path, num_requests: int) -> dict[str, 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = model_folder(args.model)
     known = systems(shlex.split(args.mantou_args))
-    chosen = [known[name] for name in args.systems]
+    chosen = [known[name] for name in args.systems] + [other(peer) for peer in args.peer]
     settings = {name: getattr(args, name) for name in ("rounds", "clients", "tokens", "mantou_args", "soak")}
     result: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

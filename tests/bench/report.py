@@ -33,8 +33,9 @@ def of_rounds(result: Result, system: str, read: Callable[[Mapping[str, Any]], f
     return middle(read(one) for one in result["rounds"] if one["system"] == system)
 
 
-def both(result: Result, name: str, unit: str, read: Callable[[Any], float | None], **more: Any) -> Row:
-    return Row(name, of_rounds(result, MANTOU, read), of_rounds(result, PEER, read), unit, **more)
+def peers(result: Result) -> list[str]:
+    """The systems beside mantou, in order of appearance."""
+    return list(dict.fromkeys(one["system"] for one in result["rounds"] if one["system"] != MANTOU))
 
 
 def at_most(factor: float) -> dict[str, Any]:
@@ -45,7 +46,13 @@ def at_least(factor: float) -> dict[str, Any]:
     return {"target": f">= {factor:g}x", "reached": lambda mantou, peer: mantou >= factor * peer}
 
 
-def rows(result: Result) -> list[Row]:
+def rows(result: Result, peer: str = PEER) -> list[Row]:
+    """The targets are those against mlx_lm.server; another peer is shown without."""
+
+    def both(result: Result, name: str, unit: str, read: Callable[[Any], float | None], **target: Any) -> Row:
+        kept = target if peer == PEER else {}
+        return Row(name, of_rounds(result, MANTOU, read), of_rounds(result, peer, read), unit, **kept)
+
     found = [
         both(result, "start to ready", "s", lambda r: r["ready_s"], **at_most(0.6)),
         both(result, "start to first token", "s", lambda r: r["cold_first_token_s"], **at_most(1.0)),
@@ -109,15 +116,20 @@ def heading(result: Result) -> str:
     )
 
 
-def table(result: Result) -> str:
-    """Markdown: the machine, one row a figure (medians over the rounds), then overhead and memory over time."""
-    lines = [
-        heading(result),
+def comparison(result: Result, peer: str) -> list[str]:
+    return [
         "",
-        f"| | {MANTOU} | {PEER} | ratio | must reach |",
+        f"| | {MANTOU} | {peer} | ratio | must reach |",
         "|---|---|---|---|---|",
-        *(line(row) for row in rows(result)),
+        *(line(row) for row in rows(result, peer)),
     ]
+
+
+def table(result: Result) -> str:
+    """Markdown: the machine, a table for each peer (medians over the rounds), then overhead and memory over time."""
+    lines = [heading(result)]
+    for peer in peers(result) or [PEER]:
+        lines += comparison(result, peer)
     share = overhead(result)
     if share is not None:
         verdict = "yes" if share <= 0.03 else "**no**"

@@ -200,6 +200,15 @@ def test_a_session_survives_cuts_and_evictions_on_its_path() -> None:
     assert found(store, [*tokens, 1], "s") == 300
 
 
+def test_a_checkpoint_inside_an_edge_is_found_after_the_edge_was_cut() -> None:
+    store, tokens = RamStore(1 << 30), words(40, 200)
+    put(store, tokens)
+    put(store, tokens[:120], session="s")
+    put(store, tokens[:120] + words(41, 30))
+    assert found(store, [*tokens[:120], 1], "s") == 120
+    assert store.counters.session_hits == 1
+
+
 def test_eviction_hands_over_the_whole_path() -> None:
     store, tokens = RamStore(1 << 30, recurrent=True), words(18, 600)
     seen: list[int] = []

@@ -12,6 +12,7 @@ from mantou.cache.none import NoStore
 from mantou.data import Request, Sampling, TokenEvent
 from mantou.engine.flight import Drawn, Flight
 from mantou.engine.step import Step
+from mantou.errors import BadRequest
 from mantou.spec.none import NoDraft
 from tests.compose.harness import VOCAB, Case, make_step, requests, run
 from tests.fakes import ConstraintsFor, Exploding, Modulo, NoisyOracle
@@ -88,7 +89,9 @@ def test_a_constraint_that_raises_while_it_advances_ends_its_own_row_only() -> N
     constraints = ConstraintsFor({"r2": lambda: Exploding(after=4)})
     outcome = run(Case(rows=4, chunk=16, constraints=constraints), requests(GREEDY))
     assert_only_ended(outcome, "r2")
-    assert errors(outcome.events) == {"r2": "planted fault"}
+    assert errors(outcome.events) == {
+        "r2": "This request failed inside the server; the server's log says why."
+    }
 
 
 def test_a_constraint_that_raises_while_it_masks_ends_its_own_row_only() -> None:
@@ -103,7 +106,7 @@ def test_a_constraint_that_raises_while_it_masks_ends_its_own_row_only() -> None
 
 def test_a_constraint_that_cannot_be_made_ends_its_own_request_only() -> None:
     def refuse() -> None:
-        raise ValueError("no such grammar")
+        raise BadRequest("no such grammar")  # an expected error keeps its own words
 
     outcome = run(Case(rows=4, chunk=16, constraints=ConstraintsFor({"r3": refuse})), requests(GREEDY))
     assert_only_ended(outcome, "r3")
@@ -186,7 +189,7 @@ def test_a_graph_that_raises_for_one_row_ends_that_row_only(
     poison(step, monkeypatch, lambda rows: any(poisonous in row for row in rows))
     tokens, events = drive(step, [replace(request, sampling=wish) for request in SHORT])
     assert bool(step.counters.pipelined_steps) == pipelined
-    assert errors(events) == {culprit: "the model failed on this request: planted fault"}
+    assert errors(events) == {culprit: "The model failed on this request; the server's log says why."}
     for name, made in expected.items():
         assert len(finishes(events, name)) == 1
         upto = made.index(poisonous) + 1 if name == culprit else len(made)
@@ -267,7 +270,9 @@ def test_a_device_failure_gives_each_row_one_last_event(monkeypatch: pytest.Monk
     monkeypatch.setattr(Flight, "read", failing)
     _, events = drive(make_step(Case(rows=3)), wanted)
     assert [finishes(events, name) for name in ("s0", "s1", "s2")] == [["stop"], ["error"], ["error"]]
-    assert errors(events) == {name: "the device failed: out of memory" for name in ("s1", "s2")}
+    assert errors(events) == dict.fromkeys(
+        ("s1", "s2"), "The device failed; the server's log says why. Try again."
+    )
 
 
 def test_ending_everything_gives_each_request_one_last_event() -> None:
@@ -286,6 +291,13 @@ def test_ending_everything_gives_each_request_one_last_event() -> None:
     assert [finishes(events, name) for name in ("s0", "s1", "s2")] == [["stop"], ["error"], ["error"]]
     assert errors(events) == {"s1": "the end", "s2": "the end"}
     step.check_integrity()
+
+
+def test_counts_that_another_thread_reads_do_not_change_under_it() -> None:
+    step = make_step(Case(rows=2))
+    seen = step.counters.finished
+    drive(step, SHORT[:2])
+    assert (seen, step.counters.finished) == ({}, {"length": 2})
 
 
 # ------------------------------------------------------------------ bounds

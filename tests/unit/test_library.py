@@ -158,7 +158,7 @@ def test_an_answer_ends_where_the_context_does(model: Model) -> None:
 
 
 def test_a_request_that_fails_raises_and_the_next_one_is_served(model: Model) -> None:
-    with pytest.raises(MantouError, match="the model failed on this request"):
+    with pytest.raises(MantouError, match="The model failed on this request"):
         model.generate("abc", logit_bias=((10**6, 1.0),))
     assert model.generate("abc", max_tokens=3).usage.completion_tokens == 3
 
