@@ -151,7 +151,7 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """KV that need not be computed: contiguous pieces from position 0 to `num_tokens`, and the recurrent state there."""
+    """KV that need not be computed: contiguous pieces from 0 to `num_tokens`, and the recurrent state there."""
 
     num_tokens: int
     pieces: tuple[Piece, ...]

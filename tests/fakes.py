@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class DictStore:
     def put(self, key: CacheKey, tokens: Sequence[int], row: RowKV, session: str | None = None) -> None:
         size = len(tokens)
         cuts = [0, size // 2, size] if size > 1 else [0, size]  # two pieces, so that joining them is tested
-        pieces = tuple(row.columns(lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False))
+        pieces = tuple(row.columns(lo, hi) for lo, hi in itertools.pairwise(cuts))
         self.entries[key, tuple(tokens)] = Hit(size, pieces, row.state())
 
     def shrink(self, nbytes: int) -> int:

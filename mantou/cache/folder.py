@@ -14,7 +14,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mantou.cache.blocks import Span
@@ -289,3 +289,33 @@ class Folder:
             assert self._catalog.nbytes <= self.max_bytes or self.read_only
             for entry in self._catalog:
                 assert self._path(entry.name).stat().st_size == entry.nbytes, entry.name
+
+
+def listing(directory: Path) -> list[Entry]:
+    """What the table of a folder says, also while a server uses it. Raises ConfigError."""
+    if not (directory / BLOCKS_NAME).is_dir():
+        raise ConfigError(
+            f"{directory} is no SSD cache; give the folder that `mantou serve --ssd-cache` was given."
+        )
+    try:
+        index = Index(directory, read_only=True)
+        try:
+            return index.entries()
+        finally:
+            index.close()
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"The table of {directory} cannot be read ({error}); the next server on it makes it anew."
+        ) from error
+
+
+def verify(directory: Path, entries: Iterable[Entry]) -> Iterator[tuple[Entry, str]]:
+    """Reads every file and yields those that are not what they should be, with the reason. Changes nothing."""
+    disk = Disk()
+    for entry in entries:
+        try:
+            decode(disk.read(directory / BLOCKS_NAME / entry.name), entry.label)
+        except FileNotFoundError:
+            continue  # a running server removes files at any time
+        except (BadBlock, OSError) as error:
+            yield entry, str(error)

@@ -32,9 +32,7 @@ class Index:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         path = folder / FILE_NAME
         if read_only:
-            # Nobody can write there, so nobody changes it; a WAL that was left behind is not read.
-            uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
-            self._db = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            self._db = _open_read_only(path)
             return
         self._db = sqlite3.connect(path, check_same_thread=False)
         try:
@@ -83,6 +81,18 @@ class Index:
 
     def close(self) -> None:
         self._db.close()
+
+
+def _open_read_only(path: Path) -> sqlite3.Connection:
+    """As it is now, if its writer's side files can be used; else as it was when it was last tidied up."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    db = sqlite3.connect(uri, uri=True, check_same_thread=False)
+    try:
+        db.execute("SELECT 1 FROM blocks LIMIT 1").fetchone()
+    except sqlite3.OperationalError:
+        db.close()
+        db = sqlite3.connect(f"{uri}&immutable=1", uri=True, check_same_thread=False)
+    return db
 
 
 def _row(entry: Entry) -> tuple[object, ...]:

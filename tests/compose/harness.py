@@ -10,10 +10,10 @@ from typing import Any
 
 from mantou.cache.none import NoStore
 from mantou.data import Request, Sampling, TokenEvent
+from mantou.engine.axes import Axes
 from mantou.engine.none import NoAdapters, NoConstraints
 from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
-from mantou.engine.axes import Axes
 from mantou.engine.step import Step
 from mantou.kv.codecs import make_codec
 from mantou.models.families import Family

@@ -1,4 +1,7 @@
-"""What a family can do, found by running its tiny model. `python -m tests.compose.probe` writes models/families.json."""
+"""What a family can do, found by running its tiny model.
+
+`python -m tests.compose.probe` writes mantou/models/families.json.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class FlatQuantizedEmbedding(nn.QuantizedEmbedding):
 class FoldedAttention:
     """Scaled dot-product attention that folds the queries of a KV head into rows, with one additive mask a step.
 
-    q [B, H, T, D] over k [B, H / G, S, D] becomes [B, H / G, G * T, D]: keys are read once a group, and the fused kernel
-    takes the additive mask that it would refuse as bool.
+    q [B, H, T, D] over k [B, H / G, S, D] becomes [B, H / G, G * T, D]: keys are read once a group, and the fused
+    kernel takes the additive mask that it would refuse as bool.
     """
 
     def __init__(self, plain: Attention) -> None:
@@ -50,7 +50,9 @@ class FoldedAttention:
     ) -> mx.array:
         group = q.shape[1] // k.shape[1]
         width = q.shape[2]
-        foldable = isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == 1 and not any(more.values())
+        foldable = (
+            isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] == 1 and not any(more.values())
+        )
         if not foldable or width > FOLD_WIDTH or group * width == 1:
             return self.plain(q, k, v, scale=scale, mask=mask, **more)
         batch, heads, _, depth = q.shape
@@ -61,7 +63,9 @@ class FoldedAttention:
     def _folded(self, mask: mx.array, group: int, dtype: mx.Dtype) -> mx.array:
         """[B, 1, T, S] -> additive [B, 1, G * T, S]; all layers of a step share one mask object, so it is made once."""
         if self._mask is not mask or self._bias is None or self._bias.shape[2] != group * mask.shape[2]:
-            bias = mx.where(mask, 0.0, -mx.inf).astype(dtype) if mask.dtype == mx.bool_ else mask.astype(dtype)
+            bias = (
+                mx.where(mask, 0.0, -mx.inf).astype(dtype) if mask.dtype == mx.bool_ else mask.astype(dtype)
+            )
             batch, _, width, span = mask.shape
             spread = mx.broadcast_to(bias[:, :, None], (batch, 1, group, width, span))
             self._mask, self._bias = mask, spread.reshape(batch, 1, group * width, span)
