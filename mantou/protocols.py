@@ -45,6 +45,8 @@ class Plan:
 class Scheduler(Protocol):
     """Decides who runs and how much. Pure: same loads, same plan."""
 
+    max_rows: int
+
     def plan(self, waiting: Sequence[Load], running: Sequence[Load], chunk: int) -> Plan: ...
 
 

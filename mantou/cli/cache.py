@@ -1,4 +1,4 @@
-"""`mantou cache`: look at an SSD prompt cache, check it, make it smaller. Knows the terminal; no model and no server."""
+"""`mantou cache`: look at an SSD prompt cache, check it, make it smaller. Knows the terminal; no model, no server."""
 
 from __future__ import annotations
 

@@ -97,14 +97,14 @@ class Engine:
         return {
             "running": len(step.running),
             "waiting": len(step.waiting) + self._num_submitted,
-            "rows": getattr(step.axes.scheduler, "max_rows", 0),
+            "rows": step.axes.scheduler.max_rows,
             "requests": counters.pop("finished"),
             **counters,
             "kv": {
                 "bytes": kv.nbytes,
                 "slots": kv.num_slots,
                 "tokens": sum(kv.lengths),
-                "capacity_tokens": getattr(step.axes.scheduler, "max_rows", 0) * step.context_length,
+                "capacity_tokens": step.axes.scheduler.max_rows * step.context_length,
             },
             "fairness": {
                 "max_chunks_between_tokens": counters["max_chunks_between_tokens"],

@@ -123,12 +123,6 @@ class KVBatch:
                 layer.rewind(self.geometry, [0] * self.geometry.num_rows)
             self.geometry = None
 
-    def rewind(self, slot: int, num_tokens: int) -> None:
-        """Forgets the last `num_tokens` of a row. Only for batches without recurrent layers."""
-        if not 0 <= num_tokens <= self.lengths[slot]:
-            raise ValueError(f"slot {slot} holds {self.lengths[slot]} tokens and cannot forget {num_tokens}")
-        self.lengths[slot] -= num_tokens
-
     def release(self, slot: int) -> None:
         """The row is gone; what it held is invisible from now on."""
         self.lengths[slot] = 0

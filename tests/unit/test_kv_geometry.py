@@ -123,14 +123,3 @@ def test_a_forward_cannot_keep_more_than_it_fed(kept: tuple[int, int], batch: KV
     with pytest.raises(ValueError, match="cannot keep"):
         batch.commit(group, kept)
     assert batch.lengths == [0, 0]
-
-
-@pytest.mark.parametrize("count", [-1, 6])
-def test_a_row_cannot_forget_what_it_does_not_hold(count: int) -> None:
-    batch = KVBatch(lambda num_slots: [FullRows(Native(), num_slots)])
-    batch.resize(1)
-    batch.lengths[0] = 5
-    with pytest.raises(ValueError, match="slot 0 holds 5 tokens"):
-        batch.rewind(0, count)
-    batch.rewind(0, 5)
-    assert batch.lengths == [0]

@@ -285,7 +285,7 @@ def test_a_full_row_and_a_ring_forget_by_length_alone(fed: int, forgotten: int) 
 
     feed(1, fed)
     gone = min(forgotten, fed)
-    kv.rewind(0, gone)
+    kv.lengths[0] -= gone  # what a commit that keeps fewer tokens comes to
     del row.tokens[fed - gone :]
     row.tokens = row.tokens[: fed - gone]
     feed(1000, 3)
