@@ -5,13 +5,14 @@ Only the model thread calls it; `stats` reads plain numbers and may be called fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mantou.cache import blocks, trie
 from mantou.cache.blocks import Tokens, as_tokens, cut
+from mantou.cache.prefetch import Ticket, nothing_to_wait_for
 from mantou.cache.segments import Segments
 from mantou.cache.sessions import Sessions
 from mantou.cache.trie import OVERHEAD_BYTES, Node, Walk
@@ -95,6 +96,16 @@ class RamStore:
     def shrink(self, nbytes: int) -> int:
         return self._segments.shrink(nbytes)
 
+    def prefetch(
+        self,
+        key: CacheKey,
+        tokens: Sequence[int] | Tokens,
+        session: str | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> Ticket:
+        """Memory needs no time."""
+        return nothing_to_wait_for()
+
     # ------------------------------------------------------------------ what tiers and the server ask
     def peek(self, key: CacheKey, tokens: Tokens) -> tuple[Hit | None, int]:
         """What `match` would find, and how many columns there are at all. Leaves no trace: no counter, no recency."""
@@ -118,6 +129,13 @@ class RamStore:
         known, freed = self._sessions.close(session)
         self._segments.release(freed)
         return known
+
+    def flush(self, timeout: float | None = None) -> Mapping[str, object]:
+        """Nothing is queued here."""
+        return {"flushed": True, "elapsed_ms": 0.0, **self.stats()}
+
+    def close(self, timeout: float | None = None) -> None:
+        pass
 
     def stats(self) -> dict[str, object]:
         counters = self.counters

@@ -235,6 +235,10 @@ class SsdStore:
         return True
 
     # ------------------------------------------------------------------ the server
+    def close_session(self, session: str) -> bool:
+        """The disk keeps no sessions."""
+        return False
+
     def flush(self, timeout: float | None = None) -> Mapping[str, object]:
         """Waits until everything queued is on disk; any thread but the model's may call it."""
         started = time.perf_counter()

@@ -130,3 +130,14 @@ def test_addresses_depend_on_the_key_and_on_everything_before() -> None:
     found |= {span.address for span in spans(OTHER, as_tokens(prompts[0]))}
     # Two first blocks, then two second ones, then a third one for each prompt; the other key shares nothing.
     assert len(found) == 2 + 2 + 4 + 3
+
+
+@pytest.mark.parametrize("name", ["tokens", "parent", "address", "kind", "lo"])
+def test_a_label_is_checked_without_the_data(name: str) -> None:
+    """For files that the table does not know: the name must follow from what the file says of itself."""
+    good = file_bytes()
+    assert read_label(bytes(good[: header_bytes(good)])).file_name == label().file_name
+    position = byte_classes()[name][-3]
+    good[position] = ord("z") if name in ("kind", "lo") else ord("0") + (good[position] == ord("0"))
+    with pytest.raises(BadBlock):
+        read_label(bytes(good[: header_bytes(good)]))

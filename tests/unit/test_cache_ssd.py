@@ -417,3 +417,39 @@ def test_nothing_to_read_is_nothing_to_wait_for(open_store: Any) -> None:
     assert store.prefetch(KEY, tokens).ready
     put(store, tokens)
     assert store.prefetch(KEY, [*tokens, 1], num_useful=300).ready
+
+
+def test_columns_that_a_window_has_overwritten_are_not_written(open_store: Any) -> None:
+    store, tokens = open_store(), words(29, 700)
+    put(store, tokens, first_column=300)
+    assert found(store, [*tokens, 1]) == 0 and stats(store)["entries"] == 0
+    put(store, tokens[:512])
+    put(store, tokens, first_column=300)
+    assert found(store, [*tokens, 1]) == 700
+
+
+def test_a_file_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync, synced = tmp_path / "file", os.fsync, []
+
+    def watched(descriptor: int) -> None:
+        assert not path.exists()
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    Disk().write(path, [b"abc", memoryview(b"def")])
+    assert synced == [6] and path.read_bytes() == b"abcdef"
+
+
+def test_a_write_that_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+    def parts() -> Iterator[bytes]:
+        yield b"new"
+        raise OSError(errno.EIO, "half way")
+
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(OSError, match="half way"):
+        Disk().write(path, parts())
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -132,6 +132,18 @@ def test_what_memory_lost_while_the_request_waited_is_a_miss(open_tiers: Any) ->
     assert found(store, [*tokens, 1]) == 900
 
 
+def test_a_part_that_memory_lost_while_the_request_waited_is_no_gap(open_tiers: Any) -> None:
+    tokens = words(30, 900)
+    put(open_tiers(), tokens)
+    store = open_tiers()
+    put(store, tokens[:512])
+    assert store.prefetch(KEY, [*tokens, 1]).wait(10)
+    store.memory.shrink(1)
+    hit = store.match(KEY, [*tokens, 1])
+    assert hit is not None and hit.num_tokens == 256
+    check(hit, [*tokens, 1])
+
+
 def test_a_state_that_memory_dropped_comes_back_alone(open_tiers: Any) -> None:
     store, tokens = open_tiers(recurrent=True), words(7, 600)
     put(store, tokens)

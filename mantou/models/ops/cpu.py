@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.errors import ConfigError
@@ -62,25 +61,43 @@ class CpuOps:
     name = "cpu"
 
     def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
-        import mantou_kernels as kernels
+        from mantou.models.ops.extension import kernels
 
         self._planes = planes
         kernels.set_threads(threads or kernels.usable_cpus())
 
     def install(self, model: Any) -> Sequence[str]:
         """Packs the weights module by module, dropping each original: the peak is one module above the model."""
-        import mantou_kernels as kernels
-
         from mantou.models.ops import fast
+        from mantou.models.ops.extension import kernels
 
         fast.patch_mx_fast()
         fast.patch_mlx_lm()
+        num_fused = self._fuse(model)
         left = [path for path, parent, key in _weighted(model) if not self._replace(parent, key)]
         mode = "" if self._planes == 2 else ", 8-bit activations"
-        notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{mode}"]
+        fused = f", {num_fused} fused layers" if num_fused else ""
+        notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{fused}{mode}"]
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
+
+    def _fuse(self, model: Any) -> int:
+        """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""
+        from mantou.models.ops.fused import fuse, fuse_mlp
+
+        for _, module in model.named_modules():
+            for name, child in module.children().items():
+                packed = fuse_mlp(child, self._planes) if isinstance(child, nn.Module) else None
+                if packed is not None:
+                    module[name] = packed
+        num_fused = 0
+        for container, index in list(_blocks(model)):
+            layer = fuse(container[index], self._planes)
+            if layer is not None:
+                container[index] = layer
+                num_fused += 1
+        return num_fused
 
     def _replace(self, parent: Any, key: Any) -> bool:
         from mantou.models.ops import modules
@@ -89,12 +106,17 @@ class CpuOps:
         if not modules.is_packable(module):
             return False
         (packed,) = modules.pack([module])
-        parent[key] = _PACKED[_kind(module)](module, packed, self._planes)
+        packed_class = {
+            "linear": modules.PackedLinear,
+            "embedding": modules.PackedEmbedding,
+            "experts": modules.PackedExperts,
+        }
+        parent[key] = packed_class[_kind(module)](module, packed, self._planes)
         return True
 
 
-def _kind(module: Any) -> str | None:
-    """linear, embedding or experts for exactly the classes whose forward we know, None for all others."""
+def _kind(module: Any) -> str:
+    """linear, embedding or experts for exactly the classes whose forward we know, "" for all others."""
     known = {
         nn.Linear: "linear",
         nn.QuantizedLinear: "linear",
@@ -105,7 +127,18 @@ def _kind(module: Any) -> str | None:
         return known[type(module)]
     home = type(module).__module__, type(module).__name__
     experts = ("mlx_lm.models.switch_layers", ("SwitchLinear", "QuantizedSwitchLinear"))
-    return "experts" if home[0] == experts[0] and home[1] in experts[1] else None
+    return "experts" if home[0] == experts[0] and home[1] in experts[1] else ""
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[list[Any], int]]:
+    """(list, index) of every member of a module list that has attention and an MLP."""
+    for _, module in model.named_modules():
+        for child in module.values():
+            if not isinstance(child, list):
+                continue
+            for index, block in enumerate(child):
+                if isinstance(block, nn.Module) and {"self_attn", "mlp"} <= block.children().keys():
+                    yield child, index
 
 
 def _weighted(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -116,31 +149,10 @@ def _weighted(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
             inner = f"{path}.{key}" if path else str(key)
-            if isinstance(value, nn.Module) and _kind(value) is not None:
+            if isinstance(value, nn.Module) and _kind(value):
                 found.append((inner, container, key))
             elif isinstance(value, dict | list | tuple):
                 walk(inner, value)
 
     walk("", model)
     yield from found
-
-
-def _packed_linear(module: Any, packed: Any, planes: int) -> nn.Module:
-    from mantou.models.ops.modules import PackedLinear
-
-    return PackedLinear(module, packed, planes)
-
-
-def _packed_embedding(module: Any, packed: Any, planes: int) -> nn.Module:
-    from mantou.models.ops.modules import PackedEmbedding
-
-    return PackedEmbedding(module, packed, planes)
-
-
-def _packed_experts(module: Any, packed: Any, planes: int) -> nn.Module:
-    from mantou.models.ops.modules import PackedExperts
-
-    return PackedExperts(module, packed, planes)
-
-
-_PACKED = {"linear": _packed_linear, "embedding": _packed_embedding, "experts": _packed_experts}

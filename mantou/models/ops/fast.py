@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import mantou_kernels as kernels
 import mlx.core as mx
+
+from mantou.models.ops.extension import kernels
 
 _FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
-_rms_norm = mx.fast.rms_norm
-_layer_norm = mx.fast.layer_norm
-_rope = mx.fast.rope
-_attention = mx.fast.scaled_dot_product_attention
+
+class MxFast(NamedTuple):
+    """The entry points of mx.fast that have a CPU kernel."""
+
+    rms_norm: Callable[..., mx.array]
+    layer_norm: Callable[..., mx.array]
+    rope: Callable[..., mx.array]
+    scaled_dot_product_attention: Callable[..., mx.array]
+
+
+PLAIN = MxFast(mx.fast.rms_norm, mx.fast.layer_norm, mx.fast.rope, mx.fast.scaled_dot_product_attention)
+"""MLX's own, whatever is installed now."""
 
 
 def _ours(stream: Any, *arrays: mx.array | None) -> bool:
@@ -31,7 +40,7 @@ def _ours(stream: Any, *arrays: mx.array | None) -> bool:
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
     if not _ours(stream, x, weight):
-        return _rms_norm(x, weight, eps, stream=stream)
+        return PLAIN.rms_norm(x, weight, eps, stream=stream)
     return kernels.rms_norm(x, weight, eps)
 
 
@@ -39,7 +48,7 @@ def layer_norm(
     x: mx.array, weight: mx.array | None, bias: mx.array | None, eps: float, *, stream: Any = None
 ) -> mx.array:
     if not _ours(stream, x, weight, bias):
-        return _layer_norm(x, weight, bias, eps, stream=stream)
+        return PLAIN.layer_norm(x, weight, bias, eps, stream=stream)
     return kernels.layer_norm(x, weight, bias, eps)
 
 
@@ -55,7 +64,7 @@ def rope(
     stream: Any = None,
 ) -> mx.array:
     if not _ours(stream, a, freqs) or a.ndim < 3:
-        return _rope(
+        return PLAIN.rope(
             a,
             dims,
             traditional=traditional,
@@ -83,7 +92,7 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     known_mask = mask is None or isinstance(mask, mx.array) or mask in ("", "causal")
     if force_fused or not known_mask or not _ours(stream, q, k, v, sinks):
-        return _attention(
+        return PLAIN.scaled_dot_product_attention(
             q, k, v, scale=scale, mask=mask, sinks=sinks, force_fused=force_fused, stream=stream
         )
     if isinstance(mask, mx.array):
@@ -122,12 +131,19 @@ _MLX_LM: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
+def _set(functions: MxFast) -> None:
+    for name, function in functions._asdict().items():
+        setattr(mx.fast, name, function)
+
+
 def patch_mx_fast() -> None:
     """Replaces the entry points of mx.fast in this process. Calling it again changes nothing."""
-    mx.fast.rms_norm = rms_norm
-    mx.fast.layer_norm = layer_norm
-    mx.fast.rope = rope
-    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+    _set(MxFast(rms_norm, layer_norm, rope, scaled_dot_product_attention))
+
+
+def restore_mx_fast() -> None:
+    """Puts MLX's own entry points back: for tests that compare both in one process."""
+    _set(PLAIN)
 
 
 def patch_mlx_lm() -> None:
@@ -141,11 +157,3 @@ def patch_mlx_lm() -> None:
         for module in graphs:
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
-
-
-def restore_mx_fast() -> None:
-    """Puts the original entry points of mx.fast back: for tests that compare both in one process."""
-    mx.fast.rms_norm = _rms_norm
-    mx.fast.layer_norm = _layer_norm
-    mx.fast.rope = _rope
-    mx.fast.scaled_dot_product_attention = _attention

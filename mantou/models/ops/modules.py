@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import mantou_kernels as kernels
 import mlx.core as mx
 import mlx.nn as nn
+
+from mantou.models.ops.extension import kernels
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
@@ -39,7 +40,7 @@ def is_packable(module: Any) -> bool:
     )
 
 
-def pack(modules: list[Any], *, interleave: bool = False) -> list[kernels.Packed]:
+def pack(modules: list[Any], *, interleave: bool = False) -> list[Any]:
     """Packs the weights of like modules into one matrix: [whole, view of each], or [whole] for one module."""
     if "scales" not in modules[0]:
         return kernels.pack_dense([m["weight"] for m in modules], interleave=interleave)
@@ -74,72 +75,102 @@ def result_dtype(x: mx.array, weights: mx.Dtype) -> mx.Dtype:
 class PackedLinear(nn.Module):
     """x [..., in] -> [..., out], as nn.Linear or nn.QuantizedLinear."""
 
-    def __init__(self, module: Any, packed: kernels.Packed, planes: int) -> None:
+    def __init__(self, module: Any, packed: Any, planes: int) -> None:
         super().__init__()
-        self._packed = packed
-        self._planes = planes
-        self._dtype = weight_dtype(module)
+        self.packed = packed
+        self.planes = planes
+        self.dtype = weight_dtype(module)
         if "bias" in module:
             self.bias = module["bias"]
 
     def __call__(self, x: mx.array) -> mx.array:
-        dtype = result_dtype(x, self._dtype)
-        return kernels.linear(x, self._packed, bias=self.get("bias"), planes=self._planes, dtype=dtype)
+        if "weight" in self:  # the graph has set its own since
+            y = x @ self["weight"].T
+            return y + self["bias"] if "bias" in self else y
+        dtype = result_dtype(x, self.dtype)
+        return kernels.linear(x, self.packed, bias=self.get("bias"), planes=self.planes, dtype=dtype)
 
-    @property
-    def weight(self) -> mx.array:
-        """[out, in], unpacked on demand: some graphs read it. Costs a copy, so not on a hot path."""
-        rows = mx.arange(self._packed.rows, dtype=mx.int32)
-        return kernels.embed(rows, self._packed, self._dtype)
+    def __getattr__(self, name: str) -> Any:
+        # `weight` [out, in] is unpacked on demand: a few graphs read or replace it.
+        if name == "weight" and "weight" not in self:
+            return kernels.embed(mx.arange(self.packed.rows, dtype=mx.int32), self.packed, self.dtype)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self[name] = (
+                value  # as an array of the module; nn.Module would first delete the attribute of that name
+            )
+        else:
+            super().__setattr__(name, value)
 
     def _extra_repr(self) -> str:
-        return f"input_dims={self._packed.k}, output_dims={self._packed.rows}, bits={self._packed.bits}"
+        return f"input_dims={self.packed.k}, output_dims={self.packed.rows}, bits={self.packed.bits}"
 
 
 class PackedEmbedding(nn.Module):
     """ids [...] -> [..., dims], and the tied head, as nn.Embedding or nn.QuantizedEmbedding."""
 
-    def __init__(self, module: Any, packed: kernels.Packed, planes: int) -> None:
+    def __init__(self, module: Any, packed: Any, planes: int) -> None:
         super().__init__()
-        self._packed = packed
-        self._planes = planes
-        self._dtype = weight_dtype(module)
+        self.packed = packed
+        self.planes = planes
+        self.dtype = weight_dtype(module)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        return kernels.embed(ids, self._packed, self._dtype)
+        return kernels.embed(ids, self.packed, self.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return kernels.linear(x, self._packed, planes=self._planes, dtype=result_dtype(x, self._dtype))
+        return kernels.linear(x, self.packed, planes=self.planes, dtype=result_dtype(x, self.dtype))
 
     @property
     def weight(self) -> mx.array:
         """[rows, dims], unpacked on demand."""
-        return self(mx.arange(self._packed.rows, dtype=mx.int32))
+        return self(mx.arange(self.packed.rows, dtype=mx.int32))
+
+
+class PackedMLP(nn.Module):
+    """down(gate(x Wg) * (x Wu)), gate and up in one product. The single layers stay reachable as views."""
+
+    def __init__(self, parts: dict[str, PackedLinear], gate_up: Any, gate: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            parts[n] for n in ("gate_proj", "up_proj", "down_proj")
+        )
+        self.gate_up = gate_up
+        self.gate = gate
+
+    def __call__(self, x: mx.array) -> mx.array:
+        first = self.gate_proj
+        dtype = result_dtype(x, first.dtype)
+        h = kernels.linear(x, self.gate_up, gate=self.gate, planes=first.planes, dtype=dtype)
+        return self.down_proj(h)
 
 
 class PackedExperts(nn.Module):
     """x [..., 1, in] and expert indices -> [..., out], as mlx-lm's SwitchLinear and QuantizedSwitchLinear."""
 
-    def __init__(self, module: Any, packed: kernels.Packed, planes: int) -> None:
+    def __init__(self, module: Any, packed: Any, planes: int) -> None:
         super().__init__()
-        self._packed = packed
-        self._planes = planes
-        self._dtype = weight_dtype(module)
+        self.packed = packed
+        self.planes = planes
+        self.dtype = weight_dtype(module)
         if "bias" in module:
             self.bias = module["bias"]
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x [*lead, m, in] with `lead` broadcast against `indices`; the result is [*indices.shape, m, out]."""
+        """x [*lead, m, in]; `lead` and the shape of `indices` broadcast to the result's [*batch, m, out]."""
         lead, m = x.shape[:-2], x.shape[-2]
+        batch = mx.broadcast_shapes(lead, indices.shape)
         sources = mx.arange(x.size // x.shape[-1], dtype=mx.int32).reshape(*lead, m)
-        sources = mx.broadcast_to(sources, (*indices.shape, m)).reshape(-1)
-        experts = mx.broadcast_to(indices[..., None], (*indices.shape, m)).reshape(-1)
+        sources = mx.broadcast_to(sources, (*batch, m)).reshape(-1)
+        experts = mx.broadcast_to(indices[..., None], (*batch, m)).reshape(-1)
         y = kernels.gather_linear(
             x.reshape(-1, x.shape[-1]),
-            self._packed,
+            self.packed,
             sources,
             experts,
             bias=self.get("bias"),
-            planes=self._planes,
+            planes=self.planes,
         )
-        return y.astype(result_dtype(x, self._dtype)).reshape(*indices.shape, m, -1)
+        return y.astype(result_dtype(x, self.dtype)).reshape(*batch, m, -1)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mantou_kernels as kernels
 import mlx.core as mx
+
+from mantou.models.ops.extension import kernels
+from mantou.models.ops.fast import PLAIN, MxFast
 
 # Largest error over largest value. 16-bit activations give 3e-5; 8-bit ones 1e-2; f32 arithmetic 1e-6.
 _EXACT, _QUANTISED, _INT8 = 5e-6, 1e-4, 3e-2
@@ -31,7 +33,7 @@ Case = tuple[str, float, Callable[[], tuple[mx.array, mx.array]]]
 
 
 def _linear_cases() -> Iterator[Case]:
-    x = _normal(3, 256)
+    x, ids = _normal(3, 256), mx.arange(3, dtype=mx.int32)
     for bits in (2, 3, 4, 5, 6, 8):
         packed = mx.quantize(_normal(40, 256, seed=bits), group_size=64, bits=bits)
         (weights,) = kernels.pack_affine(*[[p] for p in packed], group_size=64, bits=bits)
@@ -42,7 +44,6 @@ def _linear_cases() -> Iterator[Case]:
         def rows(packed: Any = packed, bits: int = bits) -> mx.array:
             return mx.dequantize(*[p[:3] for p in packed], group_size=64, bits=bits)
 
-        ids = mx.arange(3, dtype=mx.int32)
         yield f"linear {bits} bits", _QUANTISED, lambda w=weights, p=plain: (kernels.linear(x, w), p())
         yield (
             f"linear {bits} bits int8",
@@ -73,7 +74,7 @@ def _expert_cases() -> Iterator[Case]:
     yield "adapters", _EXACT, lambda: (kernels.adapter_rows(base, x, a, b, scale, slot), adapted)
 
 
-def _row_cases(plain: Any) -> Iterator[Case]:
+def _row_cases(plain: MxFast) -> Iterator[Case]:
     x, weight, bias = _normal(5, 72), _normal(72, seed=1), _normal(72, seed=2)
     yield "rms_norm", _EXACT, lambda: (kernels.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
     yield (
@@ -103,16 +104,17 @@ def _row_cases(plain: Any) -> Iterator[Case]:
             )
 
 
-def _attention_cases(plain: Any) -> Iterator[Case]:
+def _attention_cases(plain: MxFast) -> Iterator[Case]:
     q = _normal(2, 5, 6, 40).transpose(0, 2, 1, 3)
     k, v = _normal(2, 2, 64, 40, seed=1)[:, :, :37], _normal(2, 2, 64, 40, seed=2)[:, :, :37]
     allowed = (mx.random.uniform(shape=(2, 1, 5, 37), key=mx.random.key(3)) > 0.3) | (mx.arange(37) == 0)
     sinks = _normal(6, seed=4)
+    additive: dict[str, Any] = {"mask": mx.where(allowed, 0.0, -1e9), "sinks": sinks}
     ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({"causal": True}, {"mask": "causal"}),
         ({"mask": allowed}, {"mask": allowed}),
-        ({"mask": mx.where(allowed, 0.0, -1e9), "sinks": sinks},) * 2,
+        (additive, additive),
     ]
     for ours, theirs in ways:
         yield (
@@ -167,11 +169,8 @@ def _scan_cases() -> Iterator[Case]:
     yield "ssm", _EXACT, lambda: (ssm_kernel(), ssm_steps())
 
 
-def self_test(plain: Any = mx.fast) -> str | None:
-    """None when every primitive agrees with plain MLX, else one clause that names the first which does not.
-
-    `plain` provides the original rms_norm, layer_norm, rope and scaled_dot_product_attention.
-    """
+def self_test(plain: MxFast = PLAIN) -> str | None:
+    """None when every primitive agrees with plain MLX, else one clause that names the first which does not."""
     cases = [*_linear_cases(), *_expert_cases(), *_row_cases(plain), *_attention_cases(plain), *_scan_cases()]
     for name, limit, run in cases:
         ours, theirs = run()

@@ -1,0 +1,64 @@
+"""CPU primitives for MLX. Importing fails with ImportError when MLX is not the release that this was built for."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mantou_kernels._built_for import MLX
+
+if mx.__version__ != MLX:
+    raise ImportError(f"mantou_kernels was built for MLX {MLX} and this is {mx.__version__}; build it again")
+
+from mantou_kernels._ext import (
+    Layer,
+    Packed,
+    adapter_rows,
+    attention,
+    embed,
+    gate,
+    gated_delta,
+    gather_linear,
+    kv_write,
+    layer,
+    layer_norm,
+    linear,
+    linear_top,
+    make_layer,
+    pack_affine,
+    pack_dense,
+    rms_norm,
+    rope,
+    select_kernels,
+    set_threads,
+    ssm,
+    supported,
+    threads,
+    usable_cpus,
+)
+
+__all__ = [
+    "Layer",
+    "Packed",
+    "adapter_rows",
+    "attention",
+    "embed",
+    "gate",
+    "gated_delta",
+    "gather_linear",
+    "kv_write",
+    "layer",
+    "layer_norm",
+    "linear",
+    "linear_top",
+    "make_layer",
+    "pack_affine",
+    "pack_dense",
+    "rms_norm",
+    "rope",
+    "select_kernels",
+    "set_threads",
+    "ssm",
+    "supported",
+    "threads",
+    "usable_cpus",
+]

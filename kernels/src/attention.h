@@ -1,0 +1,45 @@
+// Attention over batch rows and heads: the strides, masks and chunks around the kernel. Knows no MLX.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace mantou {
+
+// A tensor of four axes whose last axis is contiguous. Strides are elements.
+struct View4 {
+  const void* data = nullptr;
+  Scalar type = Scalar::f32;  // meaningless for a bool mask
+  int element_bytes = 4;
+  int64_t stride[3] = {0, 0, 0};
+
+  const void* at(int64_t a, int64_t b, int64_t c) const {
+    return static_cast<const uint8_t*>(data) + (a * stride[0] + b * stride[1] + c * stride[2]) * element_bytes;
+  }
+};
+
+struct AttentionCall {
+  int batch = 0, heads = 0, kv_heads = 0, tokens = 0, keys = 0, head_dim = 0, value_dim = 0;
+  float scale = 1;
+  View4 q, k, v;  // [batch, heads, tokens, head_dim], [batch, kv_heads, keys, ...]
+  Scalar round = Scalar::f32;
+
+  // What token t of batch row b sees: keys [t + start[b] - window + 1, t + start[b]] when `start` is given (window 0 =
+  // no bound), the causal triangle aligned to the last key when `causal`, otherwise all.
+  const int32_t* start = nullptr;
+  const int32_t* count = nullptr;  // with `start`: only the first count[b] tokens are real, the others give 0
+  bool causal = false;
+  int window = 0;
+
+  View4 mask;                // bool mask as bytes when mask_is_bool, else an additive mask
+  bool has_mask = false, mask_is_bool = false;
+  const float* sinks = nullptr;  // [heads]
+
+  void* out = nullptr;  // [batch, tokens, heads, value_dim], contiguous
+  Scalar out_type = Scalar::f32;
+};
+
+void attention(const Kernels& kernels, const AttentionCall& call);
+
+}  // namespace mantou

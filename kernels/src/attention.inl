@@ -1,0 +1,172 @@
+// Attention of the query rows that share one key-value head. Included once per instruction set.
+//
+// A query's result depends on the keys that it sees, in their columns, and on nothing else: not on how many queries
+// are done together, on how far the key buffer reaches, or on whether a range or a mask hides a key.
+//   score      sum over d in 16 lanes, then the tree of simd.h `reduce_add`, in both ways below
+//   softmax    max is exact in any order; the sum has one accumulator per column % 16, where a hidden key adds 0
+//   weighting  one accumulator per value dimension, in the order of the keys, where a hidden key adds 0 * v
+
+constexpr int kManyQueries = 8;  // from here on a transposed copy of 16 keys pays
+
+// Lane sums of QT queries against 16 keys in kt ([d][16]); lane l sums d = l, l + 16, ...
+template <int QT>
+MANTOU_INLINE void lane_sum(const float* const* q, const float* kt, int head_dim, int lane, Vf out[QT]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < QT; ++i) out[i] = zero();
+  for (int d = lane; d < head_dim; d += kLanes) {
+    const Vf key = load(kt + 16 * d);
+#pragma GCC unroll 4
+    for (int i = 0; i < QT; ++i) out[i] = fma(set1(q[i][d]), key, out[i]);
+  }
+}
+
+// The tree of reduce_add, over lanes `lane`, lane + step, ...: a sum of two subtrees of stride 2 * step.
+template <int QT, int STEP>
+MANTOU_INLINE void tree_sum(const float* const* q, const float* kt, int head_dim, int lane, Vf out[QT]) {
+  if constexpr (STEP == kLanes) {
+    lane_sum<QT>(q, kt, head_dim, lane, out);
+  } else {
+    Vf right[QT];
+    tree_sum<QT, 2 * STEP>(q, kt, head_dim, lane, out);
+    tree_sum<QT, 2 * STEP>(q, kt, head_dim, lane + STEP, right);
+#pragma GCC unroll 4
+    for (int i = 0; i < QT; ++i) out[i] = add(out[i], right[i]);
+  }
+}
+
+template <int QT>
+static void scores_16(const float* const* q, const float* kt, int head_dim, float* out, size_t out_stride) {
+  Vf s[QT];
+  tree_sum<QT, 1>(q, kt, head_dim, 0, s);
+  for (int i = 0; i < QT; ++i) store(out + i * out_stride, s[i]);
+}
+
+MANTOU_INLINE int padded_dim(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* scores, size_t stride) {
+  const int dim = padded_dim(t.head_dim);
+  std::memset(kt, 0, static_cast<size_t>(dim) * kLanes * sizeof(float));
+  alignas(64) float row[kLanes];
+  for (int j0 = lo; j0 < hi; j0 += kLanes) {
+    const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
+    for (int j = 0; j < keys; ++j)
+      each_vector(t.head_dim, [&](int d, int lanes) {
+        store(row, load_as_part(t.keys, static_cast<size_t>((j0 + j) * t.key_stride + d), t.kv, lanes));
+        for (int i = 0; i < lanes; ++i) kt[16 * (d + i) + j] = row[i];
+      });
+    float* out = scores + (j0 - lo);
+    int i = 0;
+    for (; i + 4 <= t.num_queries; i += 4) scores_16<4>(t.queries + i, kt, dim, out + i * stride, stride);
+    for (; i < t.num_queries; ++i) scores_16<1>(t.queries + i, kt, dim, out + i * stride, stride);
+  }
+}
+
+static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {
+  for (int j = lo; j < hi; ++j)
+    for (int i = 0; i < t.num_queries; ++i) {
+      Vf acc = zero();
+      each_vector(t.head_dim, [&](int d, int lanes) {
+        const Vf key = load_as_part(t.keys, static_cast<size_t>(j * t.key_stride + d), t.kv, lanes);
+        acc = fma(load(t.queries[i] + d), key, acc);
+      });
+      scores[i * stride + (j - lo)] = reduce_add(acc);
+    }
+}
+
+// Turns the scores of query i into probabilities; hidden keys get exactly 0. `lo` is a multiple of 16.
+static void softmax_row(const AttendTask& t, int i, int lo, int hi, float* s) {
+  const int n = padded_dim(hi - lo), first = t.first[i] - lo, last = t.last[i] - lo;
+  if (t.bias != nullptr && t.bias[i] != nullptr) {
+    round_row(s, n, t.round);
+    each_vector(last > 0 ? last : 0, [&](int k, int lanes) {
+      store_n(s + k, add(load_n(s + k, lanes), load_as_part(t.bias[i], static_cast<size_t>(lo + k), t.bias_scalar, lanes)), lanes);
+    });
+  }
+  round_row(s, n, t.round);
+  for (int k = 0; k < first && k < n; ++k) s[k] = -INFINITY;
+  for (int k = last > 0 ? last : 0; k < n; ++k) s[k] = -INFINITY;
+  if (t.allowed != nullptr && t.allowed[i] != nullptr)
+    for (int k = first > 0 ? first : 0; k < last; ++k)
+      if (!t.allowed[i][lo + k]) s[k] = -INFINITY;
+  Vf top = set1(t.sinks != nullptr ? t.sinks[i] : -INFINITY);
+  for (int k = 0; k < n; k += kLanes) top = max(top, load(s + k));
+  const float highest = reduce_max(top);
+  if (highest == -INFINITY) {  // nothing to see: an unused row; give 0, not NaN
+    std::memset(s, 0, static_cast<size_t>(n) * sizeof(float));
+    return;
+  }
+  Vf sum = zero();
+  for (int k = 0; k < n; k += kLanes) {
+    const Vf e = exp(sub(load(s + k), set1(highest)));
+    store(s + k, e);
+    sum = add(sum, e);
+  }
+  float total = reduce_add(sum);
+  if (t.sinks != nullptr) total += std::exp(t.sinks[i] - highest);
+  const Vf inverse = set1(1.0f / total);
+  for (int k = 0; k < n; k += kLanes) store(s + k, rounded(mul(load(s + k), inverse), t.round));
+}
+
+// out[q][d .. d + 16 * NV) = sum over keys of p[q][key] * value[key]; the last vector may be partial.
+template <int QT, int NV>
+MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, int d0, const float* p, size_t stride) {
+  Vf acc[QT][NV];
+#pragma GCC unroll 4
+  for (int i = 0; i < QT; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[i][v] = zero();
+  for (int j = lo; j < hi; ++j) {
+    Vf value[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      const int d = d0 + v * kLanes;
+      value[v] = load_as_part(t.values, static_cast<size_t>(j * t.value_stride + d), t.kv, t.value_dim - d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < QT; ++i) {
+      const Vf w = set1(p[(q0 + i) * stride + (j - lo)]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[i][v] = fma(w, value[v], acc[i][v]);
+    }
+  }
+  for (int i = 0; i < QT; ++i)
+    for (int v = 0; v < NV; ++v) {
+      const int d = d0 + v * kLanes, n = t.value_dim - d;
+      store_n(t.out[q0 + i] + d, acc[i][v], n < kLanes ? n : kLanes);
+    }
+}
+
+template <int QT>
+static void weigh(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
+  constexpr int wide = QT >= 3 ? 2 : 4;
+  int d = 0;
+  for (; d + (wide - 1) * kLanes < t.value_dim; d += wide * kLanes)
+    weigh_columns<QT, wide>(t, q0, lo, hi, d, p, stride);
+  for (; d < t.value_dim; d += kLanes) weigh_columns<QT, 1>(t, q0, lo, hi, d, p, stride);
+}
+
+static void attend(const AttendTask& t) {
+  int lo = 1 << 30, hi = 0;
+  for (int i = 0; i < t.num_queries; ++i) {
+    lo = t.first[i] < lo ? t.first[i] : lo;
+    hi = t.last[i] > hi ? t.last[i] : hi;
+  }
+  lo = lo < hi ? lo / kLanes * kLanes : 0;  // columns keep their accumulator (column % 16) whatever the window
+  const size_t stride = static_cast<size_t>(padded_dim(hi - lo));
+  float* kt = t.scratch;
+  float* scores = t.scratch + static_cast<size_t>(padded_dim(t.head_dim)) * kLanes;
+  if (t.num_queries >= kManyQueries) {
+    scores_many(t, lo, hi, kt, scores, stride);
+  } else {
+    scores_few(t, lo, hi, scores, stride);
+  }
+  for (int i = 0; i < t.num_queries; ++i) softmax_row(t, i, lo, hi, scores + i * stride);
+  int i = 0;
+  for (; i + 4 <= t.num_queries; i += 4) weigh<4>(t, i, lo, hi, scores, stride);
+  switch (t.num_queries - i) {
+    case 3: weigh<3>(t, i, lo, hi, scores, stride); break;
+    case 2: weigh<2>(t, i, lo, hi, scores, stride); break;
+    case 1: weigh<1>(t, i, lo, hi, scores, stride); break;
+    default: break;
+  }
+}

@@ -1,0 +1,55 @@
+// One instruction set's copy of every kernel, and its table. The including file defines MANTOU_ISA, MANTOU_ISA_NAME
+// and MANTOU_TABLE.
+#include "kernels.h"
+#include "simd.h"
+
+namespace mantou::MANTOU_ISA {
+namespace {
+
+#include "affine.inl"
+#include "dense.inl"
+#include "rows.inl"
+#include "attention.inl"
+#include "scan.inl"
+
+void prepare(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
+  l.form == Form::affine ? prepare_affine(l, row, token, tokens, planes, tile)
+                         : prepare_dense(l, row, token, tokens, tile);
+}
+
+void block(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, int planes, float* out) {
+  switch (l.bits) {
+    case 2: return affine_block<2>(l, p, tile, tokens, planes, out);
+    case 3: return affine_block<3>(l, p, tile, tokens, planes, out);
+    case 4: return affine_block<4>(l, p, tile, tokens, planes, out);
+    case 5: return affine_block<5>(l, p, tile, tokens, planes, out);
+    case 6: return affine_block<6>(l, p, tile, tokens, planes, out);
+    case 8: return affine_block<8>(l, p, tile, tokens, planes, out);
+    default: return dense_block(l, p, tile, tokens, out);
+  }
+}
+
+}  // namespace
+}  // namespace mantou::MANTOU_ISA
+
+namespace mantou {
+extern const Kernels MANTOU_TABLE;
+const Kernels MANTOU_TABLE = {
+    MANTOU_ISA_NAME,
+    MANTOU_ISA::prepare,
+    MANTOU_ISA::block,
+    MANTOU_ISA::load_row,
+    MANTOU_ISA::store_row,
+    MANTOU_ISA::round_row,
+    MANTOU_ISA::add_row,
+    MANTOU_ISA::rms_norm_row,
+    MANTOU_ISA::layer_norm_row,
+    MANTOU_ISA::gate_row,
+    MANTOU_ISA::rope_row,
+    MANTOU_ISA::dot_row,
+    MANTOU_ISA::axpy_row,
+    MANTOU_ISA::attend,
+    MANTOU_ISA::gated_delta,
+    MANTOU_ISA::ssm,
+};
+}  // namespace mantou

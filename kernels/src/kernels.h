@@ -1,0 +1,87 @@
+// The table of kernels that one instruction set provides. Sizes are elements unless a name says bytes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "packed.h"
+
+namespace mantou {
+
+enum class Gate : uint8_t { silu, gelu_tanh, gelu_erf };
+
+// One key-value head of one batch row, and the query rows that share it.
+struct AttendTask {
+  const float* const* queries;  // [num_queries] -> [head_dim], already scaled
+  int num_queries;
+  const void* keys;    // element (j, d) at j * key_stride + d, in `kv` form
+  const void* values;  // element (j, d) at j * value_stride + d
+  int64_t key_stride, value_stride;
+  Scalar kv;
+  int head_dim, value_dim;
+  // Query i sees the keys j of [first[i], last[i]) that its mask row allows. Masks are [last) long or null.
+  const int* first;
+  const int* last;
+  const uint8_t* const* allowed;  // bool per key, or null
+  const void* const* bias;        // added to the score, in `bias_scalar` form, or null
+  Scalar bias_scalar;
+  const float* sinks;  // [num_queries] extra logits, or null
+  Scalar round;        // arithmetic of plain MLX rounds scores and probabilities to the tensors' type
+  float* const* out;   // [num_queries] -> [value_dim]
+  float* scratch;      // attend_scratch_floats()
+};
+
+struct DeltaTask {  // one value head of one batch row of the gated delta rule
+  const float *q, *k, *v, *g, *beta;  // row t at t * stride
+  int64_t q_stride, k_stride, v_stride, g_stride, beta_stride, y_stride;
+  const uint8_t* mask;  // [T] or null: a masked step leaves the state and gives 0
+  bool vector_gate;     // g has key_dim values a step instead of one
+  int steps, key_dim, value_dim;
+  float* state;  // [value_dim, key_dim], in place
+  float* y;
+};
+
+struct SsmTask {  // one head of one batch row of a Mamba-2 recurrence
+  const float *x, *b, *c, *dt;  // row t at t * stride; dt is one value a step, after softplus and clipping
+  int64_t x_stride, b_stride, c_stride, dt_stride, y_stride;
+  float a, d;  // decay rate (negative) and skip
+  const uint8_t* mask;  // [T] or null
+  int steps, head_dim, state_dim;
+  float* state;  // [head_dim, state_dim], in place
+  float* y;
+};
+
+struct Kernels {
+  const char* name;
+
+  // Activations of `tokens` (<= kMaxTile) rows as the block kernels read them. planes: 2 = 16-bit, 1 = 8-bit.
+  void (*prepare)(const Layout&, const float* row, int token, int tokens, int planes, uint8_t* tile);
+  // out[token][16] = block * tile. The result of a token does not depend on `tokens`.
+  void (*block)(const Layout&, const uint8_t* block, const uint8_t* tile, int tokens, int planes, float* out);
+
+  void (*load)(const void* from, size_t offset, Scalar, int n, float* to);
+  void (*store)(const float* from, int n, Scalar, void* to, size_t offset);
+  void (*round)(float* x, int n, Scalar);
+  void (*add)(float* x, const float* y, int n);  // x += y
+
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, Scalar round, float* y);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, Scalar round, float* y);
+  void (*gate)(Gate, const float* gate, const float* up, int n, Scalar round, float* y);  // y may be gate
+  // cs: dims/2 cosines, then dims/2 sines. y may be x.
+  void (*rope)(const float* x, int n, int dims, bool traditional, const float* cs, Scalar round, float* y);
+  float (*dot)(const float* x, const float* y, int n);
+  void (*axpy)(float a, const float* x, int n, float* y);  // y += a * x
+
+  void (*attend)(const AttendTask&);
+  void (*gated_delta)(const DeltaTask&);
+  void (*ssm)(const SsmTask&);
+};
+
+size_t tile_bytes(const Layout&, int tokens);
+size_t attend_scratch_floats(int num_queries, int head_dim, int num_keys);
+
+// The best table that this CPU can run, or null. `name` picks one by name ("avx512", "avx2", "neon"): null when the
+// CPU cannot run it.
+const Kernels* kernels_for_cpu(const char* name = nullptr);
+
+}  // namespace mantou

@@ -1,0 +1,225 @@
+// How a matrix product is cut into tiles, blocks and chunks.
+#include "linear.h"
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <numeric>
+#include <vector>
+
+#include "pool.h"
+#include "scratch.h"
+
+namespace mantou {
+namespace {
+
+constexpr int kPanelRows = 512;  // rows prepared at once: bounds the scratch memory of long prompts
+
+// Rows order[first, first + count) form one tile of one expert.
+struct Tile {
+  int first, count;
+};
+// The tiles [begin, end) all multiply the same expert.
+struct Group {
+  int expert, begin, end;
+};
+
+struct Plan {
+  std::vector<int32_t> order;  // output rows, grouped by expert
+  std::vector<Tile> tiles;
+  std::vector<Group> groups;
+};
+
+// Splits `count` rows into tiles of nearly equal size, so that no tile is left with one row.
+void add_tiles(Plan& plan, int first, int count) {
+  const int tiles = (count + kMaxTile - 1) / kMaxTile;
+  for (int t = 0; t < tiles; ++t) {
+    const int begin = static_cast<int>(static_cast<int64_t>(count) * t / tiles);
+    const int end = static_cast<int>(static_cast<int64_t>(count) * (t + 1) / tiles);
+    plan.tiles.push_back({first + begin, end - begin});
+  }
+}
+
+void make_plan(const LinearCall& c, int first_row, int num_rows, Plan& plan) {
+  plan.order.resize(num_rows);
+  plan.tiles.clear();
+  plan.groups.clear();
+  std::iota(plan.order.begin(), plan.order.end(), first_row);
+  if (c.expert == nullptr) {
+    add_tiles(plan, 0, num_rows);
+    plan.groups.push_back({0, 0, static_cast<int>(plan.tiles.size())});
+    return;
+  }
+  std::stable_sort(plan.order.begin(), plan.order.end(), [&](int a, int b) { return c.expert[a] < c.expert[b]; });
+  for (int i = 0, j; i < num_rows; i = j) {
+    const int expert = c.expert[plan.order[i]], begin = static_cast<int>(plan.tiles.size());
+    for (j = i; j < num_rows && c.expert[plan.order[j]] == expert; ++j) {}
+    add_tiles(plan, i, j - i);
+    plan.groups.push_back({expert, begin, static_cast<int>(plan.tiles.size())});
+  }
+}
+
+// One panel of rows: the plan and the prepared activations.
+class Panel {
+ public:
+  Panel(const Kernels& kernels, const LinearCall& call, int first_row, int num_rows)
+      : kernels_(kernels), call_(call), layout_(call.weights->layout) {
+    make_plan(call, first_row, num_rows, plan_);
+    tile_bytes_ = (tile_bytes(layout_, kMaxTile) + 63) / 64 * 64;
+    static thread_local Scratch scratch;  // the calling thread's; helpers only read it while it waits for them
+    tiles_ = scratch.take(tile_bytes_ * plan_.tiles.size());
+    const int count = static_cast<int>(plan_.tiles.size());
+    Pool::instance().run(count, 1, 0.0004 * num_rows * layout_.k, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) prepare(plan_.tiles[t], tile(t));
+    });
+  }
+
+  const Plan& plan() const { return plan_; }
+
+  // out[token][16]: block `index` of the group's expert times tile `t`.
+  void multiply(const Group& group, int index, int t, float* out) const {
+    const uint8_t* block = call_.weights->block(group.expert, index);
+    kernels_.block(layout_, block, tile(t), plan_.tiles[t].count, call_.planes, out);
+  }
+
+  double cost_us() const {  // 16 bytes or 60 products a nanosecond and thread, roughly
+    double bytes = 0, products = 0;
+    for (const Group& g : plan_.groups) bytes += static_cast<double>(layout_.block_bytes) * layout_.blocks * (g.expert >= 0);
+    products = static_cast<double>(plan_.order.size()) * layout_.rows * layout_.k;
+    return std::max(bytes / 16e3, products / 60e3);
+  }
+
+ private:
+  uint8_t* tile(int t) const { return tiles_ + tile_bytes_ * t; }
+
+  void prepare(const Tile& t, uint8_t* to) const {
+    static thread_local Scratch scratch;
+    const int k = layout_.k;
+    float* row = scratch.floats(k);
+    for (int i = 0; i < t.count; ++i) {
+      const int32_t target = plan_.order[t.first + i];
+      const size_t source = call_.source != nullptr ? call_.source[target] : target;
+      const float* values = row;
+      if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
+        values = static_cast<const float*>(call_.x) + source * k;
+      } else {
+        kernels_.load(call_.x, source * k, call_.x_type, k, row);
+        if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
+      }
+      kernels_.prepare(layout_, values, i, t.count, call_.planes, to);
+    }
+  }
+
+  const Kernels& kernels_;
+  const LinearCall& call_;
+  const Layout& layout_;
+  Plan plan_;
+  size_t tile_bytes_;
+  uint8_t* tiles_;
+};
+
+// Columns [column, column + n) of one output row: bias, gate, residual, store.
+void finish_row(const Kernels& k, const LinearCall& c, int width, int row, int column, int n, float* v) {
+  const size_t at = static_cast<size_t>(row) * width + column;
+  if (c.residual != nullptr) {
+    alignas(64) float r[kBlockRows];
+    k.load(c.residual, at, c.out_type, n, r);
+    k.add(v, r, n);
+    k.round(v, n, c.out_type);
+  }
+  k.store(v, n, c.out_type, c.out, at);
+}
+
+void add_bias(const Kernels& k, const LinearCall& c, int expert, int block, int tokens, float* out) {
+  k.round(out, tokens * kBlockRows, c.out_type);
+  if (c.bias == nullptr) return;
+  const Layout& l = c.weights->layout;
+  const int n = std::min(kBlockRows, l.rows - block * kBlockRows);
+  const float* bias = c.bias + static_cast<size_t>(expert) * l.rows + static_cast<size_t>(block) * kBlockRows;
+  for (int m = 0; m < tokens; ++m) k.add(out + m * kBlockRows, bias, n);
+  k.round(out, tokens * kBlockRows, c.out_type);
+}
+
+// One block (or gate-up pair of blocks) of one expert, for all its tiles.
+void block_column(const Kernels& k, const LinearCall& c, const Panel& panel, const Group& group, int column) {
+  alignas(64) float out[kMaxTile * kBlockRows], up[kMaxTile * kBlockRows];
+  const int width = c.gated ? c.weights->layout.rows / 2 : c.weights->layout.rows;
+  const int index = c.gated ? 2 * column : column;
+  const int n = std::min(kBlockRows, width - column * kBlockRows);
+  for (int t = group.begin; t < group.end; ++t) {
+    const Tile& tile = panel.plan().tiles[t];
+    panel.multiply(group, index, t, out);
+    add_bias(k, c, group.expert, index, tile.count, out);
+    if (c.gated) {
+      panel.multiply(group, index + 1, t, up);
+      add_bias(k, c, group.expert, index + 1, tile.count, up);
+      k.gate(c.gate, out, up, tile.count * kBlockRows, c.out_type, out);
+    }
+    for (int m = 0; m < tile.count; ++m)
+      finish_row(k, c, width, panel.plan().order[tile.first + m], column * kBlockRows, n, out + m * kBlockRows);
+  }
+}
+
+int chunk_for(int items) { return std::max(1, items / (Pool::instance().threads() * 6)); }
+
+struct Candidate {
+  float value;
+  int32_t index;
+  bool operator<(const Candidate& o) const { return value > o.value || (value == o.value && index < o.index); }
+};
+
+// Keeps the best `count`, sorted.
+void offer(std::vector<Candidate>& best, int count, Candidate c) {
+  if (!(c.value == c.value)) c.value = -INFINITY;  // not a number never wins
+  if (static_cast<int>(best.size()) == count && !(c < best.back())) return;
+  best.insert(std::upper_bound(best.begin(), best.end(), c), c);
+  if (static_cast<int>(best.size()) > count) best.pop_back();
+}
+
+}  // namespace
+
+void linear(const Kernels& kernels, const LinearCall& call) {
+  const int step = call.expert != nullptr ? std::max(1, call.num_rows) : kPanelRows;
+  const int columns = call.weights->layout.blocks / (call.gated ? 2 : 1);
+  for (int first = 0; first < call.num_rows; first += step) {
+    Panel panel(kernels, call, first, std::min(step, call.num_rows - first));
+    const int items = static_cast<int>(panel.plan().groups.size()) * columns;
+    Pool::instance().run(items, chunk_for(items), panel.cost_us(), [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) block_column(kernels, call, panel, panel.plan().groups[i / columns], i % columns);
+    });
+  }
+}
+
+void linear_top(const Kernels& kernels, const LinearCall& call, int count, float* values, int32_t* indices) {
+  const Layout& l = call.weights->layout;
+  std::vector<std::vector<Candidate>> best(call.num_rows);
+  std::mutex mutex;
+  for (int first = 0; first < call.num_rows; first += kPanelRows) {
+    Panel panel(kernels, call, first, std::min(kPanelRows, call.num_rows - first));
+    const Group& group = panel.plan().groups[0];
+    Pool::instance().run(l.blocks, chunk_for(l.blocks), panel.cost_us(), [&](int begin, int end) {
+      std::vector<std::vector<Candidate>> mine(panel.plan().order.size());
+      alignas(64) float out[kMaxTile * kBlockRows];
+      for (int b = begin; b < end; ++b)
+        for (int t = group.begin; t < group.end; ++t) {
+          const Tile& tile = panel.plan().tiles[t];
+          panel.multiply(group, b, t, out);
+          kernels.round(out, tile.count * kBlockRows, call.out_type);
+          const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
+          for (int m = 0; m < tile.count; ++m)
+            for (int r = 0; r < n; ++r)
+              offer(mine[tile.first + m], count, {out[m * kBlockRows + r], b * kBlockRows + r});
+        }
+      std::lock_guard<std::mutex> lock(mutex);  // the order of merging does not matter: (value, index) is total
+      for (size_t i = 0; i < mine.size(); ++i)
+        for (const Candidate& c : mine[i]) offer(best[first + i], count, c);
+    });
+  }
+  for (int i = 0; i < call.num_rows; ++i)
+    for (int j = 0; j < count; ++j) {
+      values[static_cast<size_t>(i) * count + j] = best[i][j].value;
+      indices[static_cast<size_t>(i) * count + j] = best[i][j].index;
+    }
+}
+
+}  // namespace mantou

@@ -1,0 +1,106 @@
+// The operations as functions on MLX arrays. Shapes are checked here, before anything runs: a wrong one throws
+// std::invalid_argument with the operation's name. Values that are known only later (token ids, positions, expert
+// indices) are checked in the task; MLX reports that error when the result is evaluated.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mlx/mlx.h"
+#include "kernels.h"
+#include "layer.h"
+
+namespace mantou {
+
+namespace mx = mlx::core;
+using mx::array;
+using Weights = std::shared_ptr<Packed>;
+using Optional = std::optional<array>;
+
+// ---- ops_pack.cpp: [experts?, rows, k] weights; several parts are packed into one matrix.
+// Returns the whole and, when there are several parts, a view of each.
+struct AffineParts {
+  std::vector<array> weights, scales, biases;
+};
+std::vector<Weights> pack_affine(const AffineParts& parts, int group, int bits, bool interleave);
+std::vector<Weights> pack_dense(const std::vector<array>& weights, bool interleave);
+
+// ---- ops_linear.cpp
+// x [..., k] -> [..., rows] (half of it when gated). The result has `type`, default: promotion of x and the scales.
+struct LinearOptions {
+  Optional norm;
+  float norm_eps = 1e-5f;
+  Optional bias, residual;
+  std::string gate;  // "", "silu", "gelu_tanh" or "gelu_erf"; needs interleaved gate and up weights
+  int planes = 2;
+  std::optional<mx::Dtype> type;
+};
+array linear(const array& x, const Weights& weights, const LinearOptions& options);
+// Row i of the result is x[source[i]] times expert[i]; x [n, k], source and expert int32 [m] -> [m, rows].
+array gather_linear(const array& x, const Weights& weights, const array& source, const array& expert, Optional bias,
+                    int planes);
+array embed(const array& ids, const Weights& weights, mx::Dtype type);
+// x [..., k] -> values f32 [..., count] and indices int32 [..., count], largest first, ties by lower index.
+std::vector<array> linear_top(const array& x, const Weights& weights, int count, const LinearOptions& options);
+// base [m, n] + scale[s] * (x [m, k] a[s]^T) b[s]^T with s = slot[row]; a [slots, r, k], b [slots, n, r]; slot < 0 = none.
+array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale,
+                   const array& slot);
+
+// ---- ops_rows.cpp
+array rms_norm(const array& x, const Optional& weight, float eps);
+array layer_norm(const array& x, const Optional& weight, const Optional& bias, float eps);
+array gate(const std::string& kind, const array& gate, const Optional& up);
+// x [B, ..., T, D]; offset int32 scalar or [B]; exactly one of base and freqs ([dims/2], periods).
+array rope(const array& x, int dims, bool traditional, std::optional<float> base, float scale, const array& offset,
+           const Optional& freqs);
+
+// ---- ops_attention.cpp
+struct AttentionOptions {
+  bool causal = false;
+  Optional mask, sinks;
+  Optional start;  // int32 [B]: position of the first query of each row; keys are at columns 0, 1, ...
+  int window = 0;
+};
+array attention(const array& q, const array& k, const array& v, float scale, const AttentionOptions& options);
+// buffer [B, H, capacity, D] with rows [B, H, T, D] at columns position[b] ...; reuses the buffer if nobody else holds
+// it. count int32 [B]: only the first count[b] of the T are written. A column outside the buffer is an error.
+array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count);
+
+// ---- ops_scan.cpp
+// q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv], state [B, Hv, Dv, Dk] f32,
+// mask bool [B, T] -> y like v, state.
+std::vector<array> gated_delta(const array& q, const array& k, const array& v, const array& g, const array& beta,
+                               const array& state, const Optional& mask);
+// x [B, T, H, P], a_log [H], b, c [B, T, G, N], d [H], dt [B, T, H] (after softplus and clipping), state [B, H, P, N]
+// f32, mask bool [B, T] -> y like x, state.
+std::vector<array> ssm(const array& x, const array& a_log, const array& b, const array& c, const array& d,
+                       const array& dt, const array& state, const Optional& mask);
+
+// ---- ops_layer.cpp
+struct LayerParts {
+  Weights qkv, out, gate_up, down;
+  Optional qkv_bias, out_bias, input_norm, mlp_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm;
+  float eps;
+  int heads, kv_heads, head_dim;
+  float scale;
+  int rope_dims;
+  bool rope_traditional;
+  std::optional<float> rope_base;
+  Optional rope_periods;
+  float rope_scale, rope_input_scale;
+  std::string gate;
+  int planes;
+};
+std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
+// x [B, T, hidden], keys and values [slots, Hk, capacity, D] -> y like x, and the buffers with the rows appended; they
+// are reused when nobody else holds them. See LayerCall for start, count and window.
+std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const array& keys, const array& values,
+                         const array& start, const Optional& count, int first_slot, int window);
+
+// Shared by the operations.
+Gate gate_of(const std::string& name);
+std::vector<float> rope_frequencies(float base, int half);
+
+}  // namespace mantou

@@ -1,0 +1,68 @@
+// Threads that share a job's items. Knows no arithmetic.
+//
+// The calling thread always works too and never waits for a thread to wake: a job is done when its items are done,
+// whoever did them. So a helper that the system has descheduled (a shared machine) costs at most the chunk it holds.
+// Results cannot depend on the number of threads, because an item is computed whole by one thread.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace mantou {
+
+// CPUs this process may use: the affinity mask, cut by the cgroup quota (v2 or v1), at least 1.
+int usable_cpus();
+
+class Pool {
+ public:
+  static Pool& instance();  // lives until the process ends: joining threads at exit may hang an interpreter
+
+  int threads() const { return num_threads_; }
+  void resize(int num_threads);
+
+  // Calls f(begin, end) until [0, items) is covered, in chunks of at most `chunk` items that any thread takes.
+  // cost_us is a guess of the serial time; work too small to share runs on the caller alone. f must not throw.
+  template <class F>
+  void run(int items, int chunk, double cost_us, F&& f) {
+    if (items <= 0) return;
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (num_threads_ == 1 || cost_us < kMinSharedUs || items <= chunk || !lock.owns_lock() || core_is_taken()) {
+      f(0, items);  // also when another stream's thread holds the pool: its helpers are busy anyway
+      return;
+    }
+    share(items, chunk, [](void* context, int begin, int end) { (*static_cast<F*>(context))(begin, end); }, &f);
+  }
+
+ private:
+  using Body = void (*)(void*, int, int);
+  static constexpr double kMinSharedUs = 4.0;
+
+  void share(int items, int chunk, Body body, void* context);
+  void take_chunks(uint32_t epoch);
+  void wait_for_helpers();
+  bool core_is_taken();
+  void help();
+  bool wait_for_job(uint32_t seen);
+
+  int num_threads_ = 1;
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;  // one job at a time; also guards the three below
+  double alone_until_us_ = 0;  // the system gave a helper's core to others: until then the caller works alone
+  double last_stall_us_ = 0, alone_for_us_ = 0;
+
+  // Epoch in the high half, next free item in the low half: one word, so that a helper which wakes late cannot take
+  // an item of a later job with the fields of an earlier one.
+  alignas(64) std::atomic<uint64_t> ticket_{0};
+  alignas(64) std::atomic<int> unfinished_{0};
+  std::atomic<Body> body_{nullptr};
+  std::atomic<void*> context_{nullptr};
+  std::atomic<int> items_{0}, chunk_{1};
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<bool> caller_sleeps_{false}, stop_{false};
+};
+
+}  // namespace mantou

@@ -1,0 +1,1 @@
+"""Tests of the C++ CPU kernels and of their installation into graphs."""

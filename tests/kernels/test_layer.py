@@ -1,0 +1,170 @@
+"""The fused decoder layer: same bits as the separate steps, whatever else is in the batch, and checked limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mantou_kernels as kernels
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.kernels import reference as ref
+
+HIDDEN, HEADS, KV, DIM, INNER = 96, 6, 2, 16, 64
+
+
+def packed(rows: int, k: int, seed: int, dtype: mx.Dtype) -> mx.array:
+    return ref.normal(rows, k, seed=seed, dtype=dtype) / k**0.5
+
+
+def arguments(dtype: mx.Dtype, gemma: bool) -> dict[str, Any]:
+    wide = [packed(n * DIM, HIDDEN, i, dtype) for i, n in enumerate((HEADS, KV, KV))]
+    pair = [packed(INNER, HIDDEN, 5 + i, dtype) for i in range(2)]
+    some = {
+        "attention_out_norm": ref.normal(HIDDEN, seed=11, dtype=dtype),
+        "mlp_out_norm": ref.normal(HIDDEN, seed=12, dtype=dtype),
+        "query_norm": ref.normal(DIM, seed=13, dtype=dtype),
+        "key_norm": ref.normal(DIM, seed=14, dtype=dtype),
+    }
+    return {
+        "qkv": kernels.pack_dense(wide)[0],
+        "out": kernels.pack_dense([packed(HIDDEN, HEADS * DIM, 3, dtype)])[0],
+        "gate_up": kernels.pack_dense(pair, interleave=True)[0],
+        "down": kernels.pack_dense([packed(HIDDEN, INNER, 4, dtype)])[0],
+        "input_norm": ref.normal(HIDDEN, seed=9, dtype=dtype),
+        "mlp_norm": ref.normal(HIDDEN, seed=10, dtype=dtype),
+        "qkv_bias": ref.normal((HEADS + 2 * KV) * DIM, seed=15, dtype=dtype),
+        "eps": 1e-5,
+        "heads": HEADS,
+        "kv_heads": KV,
+        "head_dim": DIM,
+        "scale": 0.25,
+        "rope_dims": 12,
+        "rope_traditional": False,
+        "rope_base": 1e4,
+        "rope_periods": None,
+        "rope_scale": 1.0,
+        "rope_input_scale": 1.0,
+        "gate": "silu",
+        **(some if gemma else {}),
+    }
+
+
+def separate(
+    a: dict[str, Any], x: mx.array, keys: mx.array, values: mx.array, start: mx.array, window: int
+) -> Any:
+    """The same layer, one primitive a step."""
+    b, t, _ = x.shape
+    qkv = kernels.linear(x, a["qkv"], norm=a["input_norm"], bias=a["qkv_bias"])
+    q, k, v = mx.split(qkv.reshape(b, t, -1, DIM).transpose(0, 2, 1, 3), [HEADS, HEADS + KV], axis=1)
+    if "query_norm" in a:
+        q, k = kernels.rms_norm(q, a["query_norm"], 1e-5), kernels.rms_norm(k, a["key_norm"], 1e-5)
+    way = {"traditional": False, "base": 1e4, "scale": 1.0, "offset": start}
+    q, k = kernels.rope(q, 12, **way), kernels.rope(k, 12, **way)
+    keys, values = kernels.kv_write(keys, k, start), kernels.kv_write(values, v, start)
+    mixed = kernels.attention(q, keys, values, scale=0.25, start=start, window=window)
+    r = kernels.linear(mixed.transpose(0, 2, 1, 3).reshape(b, t, -1), a["out"])
+    if "attention_out_norm" in a:
+        r = kernels.rms_norm(r, a["attention_out_norm"], 1e-5)
+    h = x + r
+    r = kernels.linear(kernels.linear(h, a["gate_up"], norm=a["mlp_norm"], gate="silu"), a["down"])
+    if "mlp_out_norm" in a:
+        r = kernels.rms_norm(r, a["mlp_out_norm"], 1e-5)
+    return h + r, keys, values
+
+
+def empty(slots: int, dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((slots, KV, 32, DIM), dtype)
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_bits_of_the_separate_steps(isa: str, threads: int, dtype: mx.Dtype, gemma: bool) -> None:
+    a = arguments(dtype, gemma)
+    layer = kernels.make_layer(**a)
+    for window in (0, 4):
+        ours, theirs = [empty(2, dtype)] * 2, [empty(2, dtype)] * 2
+        start = mx.array([0, 0])
+        for step, width in enumerate((9, 1, 3)):
+            x = ref.normal(2, width, HIDDEN, seed=step, dtype=dtype)
+            y, *ours = kernels.layer(x, layer, *ours, start, window=window)
+            want, *theirs = separate(a, x, *theirs, start, window)
+            for got, expected in zip((y, *ours), (want, *theirs), strict=True):
+                assert mx.array_equal(got, expected)
+            start = start + width
+
+
+def test_a_row_does_not_know_its_neighbours(isa: str, threads: int) -> None:
+    layer = kernels.make_layer(**arguments(mx.float32, False))
+    lengths, x = (7, 0, 4), ref.normal(3, 7, HIDDEN)
+    keys, values = ref.normal(5, KV, 32, DIM, seed=1), ref.normal(5, KV, 32, DIM, seed=2)
+    start, count = mx.array([3, 5, 0]), mx.array(lengths)
+    y, new_keys, _ = kernels.layer(x, layer, keys, values, start, count=count, first_slot=1)
+    for b, n in enumerate(lengths):
+        slot, first = b + 1, int(start[b])
+        changed = np.any(np.array(new_keys[slot]) != np.array(keys[slot]), axis=(0, 2))
+        assert np.array_equal(np.flatnonzero(changed), np.arange(first, first + n))
+        if n:
+            alone, _, _ = kernels.layer(
+                x[b : b + 1, :n], layer, keys, values, start[b : b + 1], first_slot=slot
+            )
+            assert mx.array_equal(alone, y[b : b + 1, :n])
+    for slot in (0, 4):
+        assert mx.array_equal(new_keys[slot], keys[slot])
+
+
+def test_buffers_are_reused_only_when_nobody_else_holds_them() -> None:
+    layer = kernels.make_layer(**arguments(mx.float32, False))
+    x, start = ref.normal(1, 1, HIDDEN), mx.array([0])
+    keys, values = empty(1, mx.float32), empty(1, mx.float32)
+    mx.eval(keys, values)
+    y, new_keys, new_values = kernels.layer(x, layer, keys, values, start)
+    mx.eval(y, new_keys, new_values)
+    assert not np.array(keys).any()  # we held it: untouched
+    address = np.array(new_keys, copy=False).ctypes.data
+    for step in range(1, 4):
+        held = [new_keys, new_values]
+        del new_keys, new_values
+        y, new_keys, new_values = kernels.layer(x, layer, held.pop(0), held.pop(0), start + step)
+        mx.eval(y, new_keys, new_values)
+        assert np.array(new_keys, copy=False).ctypes.data == address
+    view = new_keys[:, :, :2]
+    mx.eval(view)
+    before = np.array(view)
+    y, new_keys, new_values = kernels.layer(x, layer, new_keys, new_values, start)
+    mx.eval(y, new_keys, new_values)
+    assert np.array_equal(np.array(view), before)
+
+
+def test_limits_are_errors() -> None:
+    good = arguments(mx.float32, False)
+    for change in (
+        {"heads": 5},
+        {"head_dim": 8},
+        {"rope_dims": 18},
+        {"eps": 1e-5, "mlp_norm": ref.normal(HIDDEN + 1)},
+        {"down": good["out"]},
+        {"rope_periods": ref.normal(6)},
+        {"gate": "relu"},
+        {"planes": 0},
+    ):
+        with pytest.raises(ValueError, match="mantou_kernels"):
+            kernels.make_layer(**{**good, **change})
+    layer = kernels.make_layer(**good)
+    keys = values = empty(2, mx.float32)
+    x = ref.normal(2, 3, HIDDEN)
+    for start, count in (
+        ([0, 30], None),
+        ([-1, 0], None),
+        ([0, 0], [4, 0]),
+        ([0, 0], [-1, 0]),
+        ([0, 31], [0, 2]),
+    ):
+        counts = None if count is None else mx.array(count)
+        results = kernels.layer(x, layer, keys, values, mx.array(start), count=counts)
+        with pytest.raises(RuntimeError, match="layer: row"):
+            mx.eval(results)
+    for wrong in (x[..., :64], x[0], ref.normal(3, 3, HIDDEN)):
+        with pytest.raises(ValueError, match="layer"):
+            kernels.layer(wrong, layer, keys, values, mx.array([0, 0]))
