@@ -14,7 +14,7 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.errors import MantouError, ModelError
 from mantou.progress import ProgressBoard
-from mantou.protocols import CacheKey, Mailbox
+from mantou.protocols import CacheKey, Mailbox, PrefixStore
 
 if TYPE_CHECKING:
     from mantou.api.service import Service
@@ -49,6 +49,7 @@ class Assembly:
     template: ChatTemplate
     generation_config: Mapping[str, Any]
     info: ModelInfo | None = None
+    store: PrefixStore | None = None
 
 
 def obtain_folder(config: Config, board: ProgressBoard) -> Path:
@@ -89,7 +90,7 @@ def make_engine(
             except BaseException:
                 release_thread()
                 raise
-        assembly.info = info
+        assembly.info, assembly.store = info, step.axes.store
         return step
 
     def ready() -> None:
@@ -101,13 +102,13 @@ def make_engine(
 
 def load_step(folder: Path, config: Config, template: ChatTemplate | None = None) -> tuple[Step, ModelInfo]:
     """Loads a model on the calling thread and puts the step together. Raises MantouError."""
-    from mantou.cache.none import NoStore
     from mantou.engine.axes import Axes
     from mantou.engine.none import NoAdapters, NoConstraints
     from mantou.engine.scheduler import FairScheduler
     from mantou.engine.shapes import Shapes
     from mantou.engine.step import Step
     from mantou.kv.codecs import make_codec
+    from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
     from mantou.models.load import load
     from mantou.models.ops import device_ops
@@ -119,22 +120,41 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     device = this_device()
     loaded = load(folder, dtype=config.dtype)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
-    notes = (*loaded.notes, *ops.install(loaded.module), *(template.notes if template else ()))
+    op_notes = ops.install(loaded.module)
+    notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
     info = describe(folder, config, loaded, codec.name, device.name, notes, template)
     rows = config.batch or default_rows(loaded, device.kind, device.memory_bytes)
+    shapes = Shapes(bucketed=not device.on_cpu)
+    runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
+    numbers = (
+        f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"
+    )
     axes = Axes(
         scheduler=FairScheduler(rows),
         sampler=DeviceSampler(),
         provider=NoDraft(),
         constraints=NoConstraints(),
-        store=NoStore(),
+        store=make_store(config, recurrent=runner.recurrent),
         adapters=NoAdapters(),
-        cache_key=lambda adapters: CacheKey(info.id, adapters, codec.name, "none"),
+        cache_key=lambda adapters: CacheKey(f"{info.id} {numbers}", adapters, codec.name, "none"),
     )
-    shapes = Shapes(bucketed=not device.on_cpu)
-    runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
     step = Step(runner, axes, shapes, context_length=info.context_length)
     return step, info
+
+
+def make_store(config: Config, *, recurrent: bool) -> PrefixStore:
+    """The tiers that the flags ask for. Raises ConfigError if the folder cannot be used."""
+    from mantou.cache.none import NoStore
+    from mantou.cache.ram import RamStore
+    from mantou.cache.ssd import SsdStore
+    from mantou.cache.tiered import Tiered
+
+    memory = RamStore(config.prompt_cache_bytes, recurrent=recurrent) if config.prompt_cache_bytes else None
+    if config.ssd_cache_dir is None:
+        return memory or NoStore()
+    disk = SsdStore(config.ssd_cache_dir, config.ssd_cache_bytes, recurrent=recurrent)
+    return Tiered(memory, disk) if memory else disk
 
 
 def describe(
@@ -228,6 +248,7 @@ def make_service(
             return
 
         def ready(info: ModelInfo) -> None:
+            assert assembly.store is not None
             loaded = Loaded(
                 info=info,
                 tokenizer=assembly.tokenizer,
@@ -235,6 +256,7 @@ def make_service(
                 generation_config=assembly.generation_config,
                 created=int(time.time()),
                 library=lambda: library_rows(config, assembly.folder),
+                store=assembly.store,
             )
             service.loaded(loaded, engine)
             on_ready(info)

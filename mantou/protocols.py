@@ -6,7 +6,7 @@ Shapes use B rows, T positions a row, V vocabulary, H heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -163,9 +163,25 @@ class Hit:
 class RowKV(Protocol):
     """One running row's KV, for a store to copy what it lacks."""
 
-    def columns(self, lo: int, hi: int) -> Piece: ...
+    def columns(self, lo: int, hi: int) -> Piece:
+        """Positions [lo, hi); it begins later than `lo` where a sliding window has overwritten what was asked for."""
+        ...
+
     def state(self) -> State | None:
         """The recurrent state after all tokens that were put; None for models without recurrent layers."""
+        ...
+
+
+class Ticket(Protocol):
+    """A prompt on its way from a slow tier, while its request waits."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether waiting longer brings nothing."""
+        ...
+
+    def close(self) -> None:
+        """The request has what it needs, or is gone."""
         ...
 
 
@@ -185,8 +201,30 @@ class PrefixStore(Protocol):
         """Keeps the KV of `tokens`, copying from `row` only what is not there yet."""
         ...
 
+    def prefetch(
+        self, key: CacheKey, tokens: Sequence[int], session: str | None, wake: Callable[[], None]
+    ) -> Ticket:
+        """Starts to bring a prompt's KV from slow tiers. Never waits; `wake` is called from another thread."""
+        ...
+
     def shrink(self, nbytes: int) -> int:
         """Frees at least `nbytes` of memory if it holds so much; returns what it freed."""
+        ...
+
+    def close_session(self, session: str) -> bool:
+        """Ends a session's retention preference; False for an unknown one."""
+        ...
+
+    def flush(self, timeout: float | None = None) -> Mapping[str, object]:
+        """Waits until what is queued for slow tiers is stored, and reports. Not on the model thread."""
+        ...
+
+    def stats(self) -> Mapping[str, object]:
+        """`prompt_cache` and `ssd_cache` blocks for /stats, for the tiers that exist. Any thread."""
+        ...
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        """Stores what is queued and lets go of the disk. Not on the model thread."""
         ...
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mantou.cache.none import NoStore
 from mantou.data import Request, TokenEvent
 from mantou.protocols import CacheKey, Hit, RowKV
 
@@ -52,7 +53,7 @@ class NoisyOracle:
         pass
 
 
-class DictStore:
+class DictStore(NoStore):
     """Whole sequences in a dict; only exact stored prefixes match, so it serves every layout."""
 
     wants = True

@@ -27,6 +27,8 @@ _OWNER = "mantou"
 ENDPOINTS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /admin/cache/session/close",
+    "POST /admin/cache/flush",
     "GET /v1",
     "GET /v1/models",
     "GET /v1/models/{id}",
@@ -187,6 +189,7 @@ class Admin:
                 "memory_budget_bytes": None,
                 "weights_bytes": info.weights_bytes,
             },
+            **loaded.store.stats(),
             "engine": engine,
         }
 

@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mantou.api.admin import Admin
+from mantou.api.cache_admin import CacheAdmin
 from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal, known_error
 from mantou.api.generation_route import Dialect, GenerationRoute
 from mantou.api.guard import Guard
@@ -35,6 +36,7 @@ def create_app(service: Service) -> Starlette:
         Route(dialect.path, GenerationRoute(service, dialect), methods=["POST"]) for dialect in DIALECTS
     ]
     routes += [Route(path, answer, methods=["GET"]) for path, answer in admin.routes().items()]
+    routes += [Route(path, act, methods=["POST"]) for path, act in CacheAdmin(service).routes().items()]
     return Starlette(
         routes=routes,
         middleware=_middleware(service),

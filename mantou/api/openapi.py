@@ -40,6 +40,14 @@ _READS: Mapping[str, tuple[str, str, Schema | type]] = {
     "/openapi.json": ("This document.", "application/json", _OBJECT),
     "/": ("A page that shows the state.", "text/html", {"type": "string"}),
 }
+# Path -> (what it does, the schema of its body).
+_ACTIONS: Mapping[str, tuple[str, Schema]] = {
+    "/admin/cache/session/close": (
+        "Ends the retention of a session's prompts.",
+        {"type": "object", "properties": {"session_id": {"type": "string"}}},
+    ),
+    "/admin/cache/flush": ("Stores everything that is queued for the SSD.", _OBJECT),
+}
 
 
 def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
@@ -49,6 +57,7 @@ def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
     refs = dict(zip(types, schemas, strict=True))
     paths = {dialect.path: {"post": _generation(dialect, refs)} for dialect in dialects}
     paths |= {path: {"get": _read(path, *entry, refs)} for path, entry in _READS.items()}
+    paths |= {path: {"post": _action(path, *entry, refs)} for path, entry in _ACTIONS.items()}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -105,3 +114,15 @@ def _read(path: str, doc: str, kind: str, shape: Schema | type, refs: Mapping[ty
             **_content("application/json", refs[ErrorBody]),
         }
     return operation
+
+
+def _action(path: str, doc: str, body: Schema, refs: Mapping[type, Schema]) -> Schema:
+    return {
+        "operationId": path.strip("/").replace("/", "_"),
+        "summary": doc,
+        "requestBody": {"required": False, **_content("application/json", body)},
+        "responses": {
+            "200": {"description": doc, **_content("application/json", _OBJECT)},
+            **_errors(refs, "400", "413", "503"),
+        },
+    }

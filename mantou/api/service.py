@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mantou.chat.tokenizer import Tokenizer
     from mantou.config import Config
     from mantou.data import ModelInfo, Request
+    from mantou.protocols import PrefixStore
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class Loaded:
     generation_config: Mapping[str, Any]  # the checkpoint's generation_config.json; empty if it has none
     created: int  # Unix seconds
     library: Callable[[], Sequence[Mapping[str, Any]]]  # scans the disk: slow, so it is called off the loop
+    store: PrefixStore
 
 
 class Service:

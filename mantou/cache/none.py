@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from mantou.cache.prefetch import Ticket, nothing_to_wait_for
 from mantou.protocols import CacheKey, Hit, RowKV
 
 
@@ -16,5 +17,22 @@ class NoStore:
     def put(self, key: CacheKey, tokens: Sequence[int], row: RowKV, session: str | None = None) -> None:
         pass
 
+    def prefetch(
+        self, key: CacheKey, tokens: Sequence[int], session: str | None, wake: Callable[[], None]
+    ) -> Ticket:
+        return nothing_to_wait_for()
+
     def shrink(self, nbytes: int) -> int:
         return 0
+
+    def close_session(self, session: str) -> bool:
+        return False
+
+    def flush(self, timeout: float | None = None) -> Mapping[str, object]:
+        return {}
+
+    def stats(self) -> Mapping[str, object]:
+        return {}
+
+    def close(self, timeout: float | None = 30.0) -> None:
+        pass

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantou import __version__
-from mantou.cli import bench, gc, generate, get, ls, scan, serve
+from mantou.cli import bench, cache, gc, generate, get, ls, scan, serve
 from mantou.errors import MantouError
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ VERBS = {
 }
 for name, function in VERBS.items():
     app.command(name)(function)
+app.add_typer(cache.app, name="cache")
 
 
 @app.callback(invoke_without_command=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from mantou.progress import ProgressBoard, Task
 
 
 @contextmanager
-def show_progress(board: ProgressBoard, console: Console) -> Iterator[None]:
+def show_progress(board: ProgressBoard, console: Console) -> Generator[None]:
     """Draws the board's tasks while the block runs. Without a terminal each stage is one line."""
     if not console.is_terminal:
         with _lines(board, console):
@@ -42,7 +42,7 @@ def show_progress(board: ProgressBoard, console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _lines(board: ProgressBoard, console: Console) -> Iterator[None]:
+def _lines(board: ProgressBoard, console: Console) -> Generator[None]:
     said: set[tuple[int, str]] = set()
 
     def changed(task: Task) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,8 +12,9 @@ from rich.console import Console
 
 from mantou.cli import options
 from mantou.cli.card import print_card
+from mantou.cli.ls import parse_size
 from mantou.cli.progress import show_progress
-from mantou.config import KV_SCHEMES, Config, SamplingDefaults
+from mantou.config import DEFAULT_SSD_BYTES, KV_SCHEMES, Config, SamplingDefaults
 from mantou.data import ModelInfo, ToneCurve
 from mantou.errors import ConfigError, MantouError
 from mantou.progress import ProgressBoard
@@ -36,6 +38,12 @@ def serve(
         int, typer.Option(help="Requests that may wait before new ones get 429.", min=1)
     ] = 64,
     prefill_chunk: options.PrefillChunk = 512,
+    prompt_cache: Annotated[
+        float, typer.Option(help="GiB of memory for prompts computed before; 0 turns it off.", min=0)
+    ] = 2.0,
+    ssd_cache: Annotated[
+        str | None, typer.Option(help="Folder for prompts on disk, with its size if not 20GB: DIR[:SIZE].")
+    ] = None,
     kv_quant: options.KvQuant = "off",
     context_length: options.ContextLength = None,
     revision: options.Revision = None,
@@ -66,6 +74,7 @@ def serve(
     """Serve a model over HTTP (OpenAI chat and completions)."""
     if kv_quant not in KV_SCHEMES:
         raise ConfigError(f"--kv-quant takes {', '.join(KV_SCHEMES)}, not {kv_quant!r}.")
+    ssd_dir, ssd_bytes = ssd_folder(ssd_cache)
     curve = ToneCurve(hlg_width, hlg_shoulder, hlg_toe, hlg_pivot_offset)
     config = Config(
         model=model,
@@ -75,6 +84,9 @@ def serve(
         batch=batch,
         prefill_chunk=prefill_chunk,
         max_waiting=max_waiting,
+        prompt_cache_bytes=int(prompt_cache * (1 << 30)),
+        ssd_cache_dir=ssd_dir,
+        ssd_cache_bytes=ssd_bytes,
         kv_quant=kv_quant,
         context_length=context_length,
         dtype=dtype,
@@ -100,6 +112,16 @@ def on_off(flag: str, value: str | None) -> bool | None:
     if value not in ("on", "off"):
         raise ConfigError(f"{flag} takes on or off, not {value!r}.")
     return value == "on"
+
+
+def ssd_folder(text: str | None) -> tuple[Path | None, int]:
+    """`DIR` or `DIR:SIZE` -> folder and bytes."""
+    if text is None:
+        return None, DEFAULT_SSD_BYTES
+    folder, colon, size = text.rpartition(":")
+    if not colon:
+        return Path(text).expanduser(), DEFAULT_SSD_BYTES
+    return Path(folder).expanduser(), parse_size(size)
 
 
 def bind(host: str, port: int) -> socket.socket:

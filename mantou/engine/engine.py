@@ -118,12 +118,17 @@ class Engine:
         }
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """Takes no more requests, ends the running ones with an error event and stops the thread."""
+        """Takes no more requests, ends the running ones with an error event, stops the thread, then stores what the
+        prefix store has queued.
+        """
+        step = self._step
         with self._admission:
             self._closing = True
         self._inbox.put(lambda: None)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
+        if step is not None:
+            step.axes.store.close(timeout)
 
     def _check_open(self) -> None:
         """Called with `_admission` held, so that nothing is queued after the model thread's last look."""
@@ -154,6 +159,7 @@ class Engine:
             log.exception("loading failed")
             self._refuse(ModelError(f"The model could not be loaded ({type(error).__name__}: {error})."))
             return
+        self._step.wake = lambda: self._inbox.put(lambda: None)
         self._on_ready()
         while not self._closing:
             self._drain_inbox(block=not self._step.busy)

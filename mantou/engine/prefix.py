@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mantou.engine.axes import Axes
 from mantou.engine.counters import Counters
@@ -29,9 +29,16 @@ class Prefix:
         """Whether recurrent states are kept, which fit one position only."""
         return self._runner.recurrent and self._axes.store.wants
 
+    def prefetch(self, sequence: Sequence, wake: Callable[[], None]) -> None:
+        """Starts to bring what slow tiers hold of a prompt, while its request waits."""
+        request = sequence.request
+        key = self._axes.cache_key(self._axes.adapters.revision(request.adapters))
+        sequence.ticket = self._axes.store.prefetch(key, request.prompt, request.session, wake)
+
     def reuse(self, sequence: Sequence) -> None:
         """Fills a fresh row with what is stored of its prompt."""
         request = sequence.request
+        # The adapters' content may have changed while the request waited, and with it the key.
         sequence.cache_key = self._axes.cache_key(self._axes.adapters.revision(request.adapters))
         self._counters.prefix_queries += sequence.num_prompt
         hit = self._axes.store.match(sequence.cache_key, request.prompt, request.session)

@@ -70,6 +70,7 @@ class Roster:
         if row.ended:
             return
         row.finish, row.ended = finish, True
+        row.close_ticket()
         finished = self._counters.finished  # replaced, not changed: another thread may be reading it
         self._counters.finished = {**finished, finish: finished.get(finish, 0) + 1}
         self._events.append(TokenEvent(row.id, tokens, logprobs, finish, error, row.usage()))

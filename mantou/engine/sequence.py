@@ -11,7 +11,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from mantou.data import FinishReason, Request, Usage
-from mantou.protocols import CacheKey, Constraint, Load
+from mantou.protocols import CacheKey, Constraint, Load, Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +24,7 @@ class Sequence:
     num_inflight: int = 0  # tokens drawn on the device that the host has not read yet
     num_published: int = 0  # tokens whose KV the prefix store has seen
     cache_key: CacheKey | None = None
+    ticket: Ticket | None = None  # its prefix on the way from a slow tier
     slot: int = -1
     eos_token: int | None = None  # the token that ended it; not part of `tokens`
     finish: FinishReason | None = None
@@ -57,6 +58,11 @@ class Sequence:
     def decoding(self) -> bool:
         return self.slot >= 0 and self.num_pending == 1
 
+    @property
+    def ready(self) -> bool:
+        """Whether it may be admitted: nothing worth waiting for is on its way."""
+        return self.ticket is None or self.ticket.ready
+
     def load(self) -> Load:
         return Load(self.id, self.slot, self.num_pending, self.num_left)
 
@@ -84,6 +90,11 @@ class Sequence:
                 self.finish = "length"
                 break
         return emitted
+
+    def close_ticket(self) -> None:
+        if self.ticket is not None:
+            self.ticket.close()
+            self.ticket = None
 
     def advance_constraint(self, tokens: Tokens[int]) -> None:
         if self.constraint is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 from mantou.data import Request, TokenEvent
@@ -32,12 +33,22 @@ log = logging.getLogger(__name__)
 
 
 class Step:
-    """Advances the sequences of a roster on a runner. Only the model thread calls it."""
+    """Advances the sequences of a roster on a runner. Only the model thread calls it; `wake`, which its owner sets, is
+    called from other threads when a waiting sequence has become ready.
+    """
 
-    def __init__(self, runner: Runner, axes: Axes, shapes: Shapes, *, context_length: int) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        axes: Axes,
+        shapes: Shapes,
+        *,
+        context_length: int,
+    ) -> None:
         self.runner = runner
         self.axes = axes
         self.context_length = context_length
+        self.wake: Callable[[], None] = lambda: None
         self.pacer = Pacer(runner.max_width)
         self.counters = Counters()
         self.roster = Roster(shapes, self.counters)
@@ -58,7 +69,8 @@ class Step:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running or self._flights)
+        """Whether `advance` has something to do; sequences that wait for a slow tier are no work."""
+        return bool(self.running or self._flights or any(sequence.ready for sequence in self.waiting))
 
     def submit(self, request: Request) -> None:
         room = self.context_length - len(request.prompt)
@@ -70,7 +82,7 @@ class Step:
             self.roster.end(sequence, "error", reason)
         elif sequence.limit <= 0:
             self.roster.end(sequence, "length")
-        elif self.roster.own_fault(sequence, lambda: self._constrain(sequence)):
+        elif self.roster.own_fault(sequence, lambda: self._prepare(sequence)):
             self.waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -130,7 +142,7 @@ class Step:
 
     # ------------------------------------------------------------------ plan
     def _plan(self) -> Plan:
-        waiting = [sequence.load() for sequence in self.waiting]
+        waiting = [sequence.load() for sequence in self.waiting if sequence.ready]
         running = [sequence.load() for sequence in self.running if sequence.finish is None]
         num_decoding = sum(load.num_pending == 1 for load in running)
         return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding))
@@ -153,8 +165,9 @@ class Step:
         return rows
 
     # ------------------------------------------------------------------ place
-    def _constrain(self, sequence: Sequence) -> None:
+    def _prepare(self, sequence: Sequence) -> None:
         sequence.constraint = self.axes.constraints.make(sequence.request)
+        self._prefix.prefetch(sequence, self.wake)
 
     def _admit(self, plan: Plan) -> None:
         for request_id in plan.admit:
@@ -162,6 +175,7 @@ class Step:
             self.runner.kv.resize(max(self.runner.kv.num_slots, self.roster.slots.num_wanted))
             self.runner.kv.clear(sequence.slot)
             self.roster.own_fault(sequence, lambda s=sequence: self._prefix.reuse(s))
+            sequence.close_ticket()
         if plan.admit:
             self._reap()
 

@@ -16,6 +16,7 @@ import pytest
 
 from mantou.api.server import create_server
 from mantou.api.service import Loaded, Service
+from mantou.cache.none import NoStore
 from mantou.config import Config
 from mantou.progress import ProgressBoard
 from tests.fakes_api import INFO, TEMPLATE, FakeEngine, Script, byte_tokenizer, chat_template
@@ -61,6 +62,7 @@ class Running:
             generation_config=self.generation_config,
             created=1_700_000_000,
             library=library,
+            store=NoStore(),
         )
         self.service.loaded(loaded, self.engine)
 

@@ -25,7 +25,7 @@ AXES: Mapping[str, Sequence[object]] = {
     "sampler": ("greedy", "mixed"),
     "codec": ("off", "8", "4"),
     "provider": ("none", "oracle"),
-    "store": ("none", "dict"),
+    "store": ("none", "dict", "ram"),
     "constraint": ("none", "modulo"),
     "rows": (1, 3, 6),
     "chunk": (7, 16, 512),

@@ -143,5 +143,5 @@ def test_wrong_shapes_are_errors() -> None:
         lambda: kernels.kv_write(k, v[:, :, :1], mx.array([0])),
     ]
     for i, case in enumerate(cases):
-        with pytest.raises(ValueError, match="mantou_kernels|broadcast"):
+        with pytest.raises(ValueError, match=r"mantou_kernels|broadcast"):
             pytest.fail(f"case {i} gave {case()}")
