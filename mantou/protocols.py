@@ -132,6 +132,7 @@ class KVCodec(Protocol):
     """How keys and values are stored. `unpack(pack(x))` is what attention sees, for every batch alike."""
 
     name: str
+    raw: bool  # whether a part is the values themselves, so that a primitive may read and write it
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         """[B, H, T, D] -> parts that share the first three axes."""

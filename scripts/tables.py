@@ -57,7 +57,8 @@ def routes() -> str:
         for path, operations in paths.items()
         for method, operation in operations.items()
     ]
-    bodies = [(path, operations["post"]) for path, operations in paths.items() if "post" in operations]
+    posts = [(path, operations["post"]) for path, operations in paths.items() if "post" in operations]
+    bodies = [one for one in posts if "properties" in _schema(one[1])]
     return "\n\n".join(
         [markdown(("method", "path", "what it answers"), rows), *(_body(*body) for body in bodies)]
     )
@@ -71,8 +72,12 @@ def _openapi() -> dict[str, Any]:
     return dict(document(__version__, DIALECTS))
 
 
+def _schema(operation: Any) -> Any:
+    return operation["requestBody"]["content"]["application/json"]["schema"]
+
+
 def _body(path: str, operation: Any) -> str:
-    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    schema = _schema(operation)
     required = set(schema.get("required", ()))
     rows = [
         (

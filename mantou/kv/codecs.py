@@ -14,6 +14,7 @@ class Native:
     """Stores what the model computes, in its own dtype."""
 
     name = "native"
+    raw = True
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return (x,)
@@ -27,6 +28,8 @@ class Native:
 
 class Affine:
     """Groups of `group_size` values along the head dimension share a scale and a bias; `bits` per value."""
+
+    raw = False
 
     def __init__(self, bits: int, group_size: int = 64) -> None:
         self.bits = bits

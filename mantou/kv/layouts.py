@@ -1,4 +1,4 @@
-"""Where a layer's cache lives: full rows, rings of a sliding window, recurrent state. Knows no requests.
+"""Where a layer's keys and values live: full rows, rings of a sliding window. Knows no requests.
 
 Each layout is what an mlx-lm graph expects of a cache (`offset`, `update_and_fetch`, `make_mask`, `lengths`, item
 access), over left-aligned rows with their own lengths:
@@ -19,6 +19,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
+from mantou.kv.lending import Loan, fitted
 from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
 
@@ -126,6 +127,22 @@ class Columns:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
         return self._fetch(self._span)
 
+    def _loan(self, x: mx.array, own_mask: bool, kv_heads: int, head_dim: int, window: int) -> Loan | None:
+        g = self.geometry
+        if not (own_mask and self.codec.raw) or (g.num_rows, g.width) != tuple(x.shape[:2]):
+            return None
+        shape = (self.num_slots, kv_heads, self.capacity, head_dim)
+        keys, values = fitted(self.keys, shape, x.dtype), fitted(self.values, shape, x.dtype)
+        if keys is None or values is None:
+            return None
+        self.keys = self.values = ()
+        return Loan(keys, values, g.offsets, g.lengths, g.group.lo, window)
+
+    def take_back(self, keys: mx.array, values: mx.array) -> None:
+        """Ends a loan: the buffers with this forward's tokens in them."""
+        self.keys, self.values = (keys,), (values,)
+        self._dtype, self._span = keys.dtype, min(self.geometry.span, self.capacity)
+
     def resize(self, num_slots: int) -> None:
         def fit(part: mx.array) -> mx.array:
             if num_slots <= part.shape[0]:
@@ -208,6 +225,13 @@ class FullRows(Columns):
         if columns:
             self._filled(slot, columns, capacity)
 
+    def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
+        """The buffers for a primitive over hidden states x [rows, width, ...], or None where only the layout can store
+        and mask: another codec, or a mask that the graph made on its own.
+        """
+        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(self.geometry.span, 0)
+        return self._loan(x, own, kv_heads, head_dim, 0)
+
 
 class WindowRing(Columns):
     """A ring of window + slack columns. Until it wraps it is a full row, and costs as little as one."""
@@ -257,121 +281,10 @@ class WindowRing(Columns):
         rows = tuple(mx.take(part, where, axis=2) for part in columns)
         self._filled(slot, rows, self.size if num_tokens > self.size else min(capacity, self.size))
 
-
-class RecurrentState:
-    """Arrays [slots, ...] that each step replaces (convolution tails, linear-attention and SSM states).
-
-    A snapshot is a reference, because MLX arrays are replaced and not mutated. A rewind restores the state from
-    before the forward and asks for the forward to be run again, masked to what was kept.
-    """
-
-    left_padding = None
-    num_columns = sys.maxsize  # none to lose
-
-    def __init__(self, num_arrays: int, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.cache: list[mx.array | None] = [None] * num_arrays
-        self.geometry: Geometry
-        self._before: list[mx.array | None] = list(self.cache)
-
-    # -- what the graph sees: the rows of the forward in progress
-    def __getitem__(self, index: int) -> mx.array | None:
-        state = self.cache[index]
-        if state is None or not any(self.geometry.starts):
-            return None  # a graph may treat a first token differently (recurrent_gemma does), so zeros will not do
-        group = self.geometry.group
-        return state if group.hi - group.lo == self.num_slots else state[group.lo : group.hi]
-
-    def __setitem__(self, index: int, new: mx.array) -> None:
-        group, old = self.geometry.group, self.cache[index]
-        if old is None:
-            old = mx.zeros((self.num_slots, *new.shape[1:]), new.dtype)
-        if not all(group.num_tokens):  # idle rows keep their state
-            active = mx.array([n > 0 for n in group.num_tokens]).reshape(-1, *[1] * (new.ndim - 1))
-            new = mx.where(active, new, old[group.lo : group.hi])
-        if group.hi - group.lo == self.num_slots:
-            self.cache[index] = new
-        else:
-            self.cache[index] = mx.concatenate([old[: group.lo], new, old[group.hi :]], axis=0)
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def offset(self) -> mx.array | int:
-        return self.geometry.offset
-
-    @property
-    def lengths(self) -> mx.array | None:
-        return self.geometry.lengths
-
-    def advance(self, num_tokens: int) -> None:
-        pass  # the geometry of each forward is made anew
-
-    def make_mask(self, num_tokens: int) -> mx.array | None:
-        lengths = self.geometry.lengths
-        return None if lengths is None else mx.arange(num_tokens)[None] < lengths[:, None]
-
-    # -- what the batch does
-    def begin(self, geometry: Geometry, capacity: int) -> None:
-        self.geometry = geometry
-        self._before = list(self.cache)
-
-    def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
-        self.cache = list(self._before)
-        return False
-
-    def resize(self, num_slots: int) -> None:
-        def fit(state: mx.array | None) -> mx.array | None:
-            if state is None or not num_slots:
-                return None
-            if num_slots <= state.shape[0]:
-                return state[:num_slots]
-            pad = mx.zeros((num_slots - state.shape[0], *state.shape[1:]), state.dtype)
-            return mx.concatenate([state, pad], axis=0)
-
-        self.cache = [fit(state) for state in self.cache]
-        self.num_slots = num_slots
-
-    def _set_row(self, slot: int, rows: Sequence[mx.array | None]) -> None:
-        def put(state: mx.array | None, row: mx.array | None) -> mx.array | None:
-            if state is None and row is None:
-                return None
-            if state is None:
-                assert row is not None
-                state = mx.zeros((self.num_slots, *row.shape[1:]), row.dtype)
-            if row is None:
-                row = mx.zeros((1, *state.shape[1:]), state.dtype)
-            return mx.concatenate([state[:slot], row.astype(state.dtype), state[slot + 1 :]], axis=0)
-
-        self.cache = [put(state, row) for state, row in zip(self.cache, rows, strict=True)]
-
-    def move(self, source: int, target: int, num_tokens: int) -> None:
-        self._set_row(target, [None if s is None else s[source : source + 1] for s in self.cache])
-
-    def clear(self, slot: int) -> None:
-        self._set_row(slot, [None] * len(self.cache))
-
-    def snapshot(self, slot: int, num_tokens: int) -> Parts:
-        rows = tuple(mx.contiguous(s[slot : slot + 1]) for s in self.cache if s is not None)
-        mx.eval(rows)
-        return rows
-
-    def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
-        self._set_row(slot, list(parts) if parts else [None] * len(self.cache))
-
-    def columns(self, slot: int, lo: int, hi: int) -> Parts:
-        return ()
-
-    def state(self, slot: int) -> Parts:
-        return tuple(mx.zeros((1, 0)) if s is None else mx.contiguous(s[slot : slot + 1]) for s in self.cache)
-
-    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
-        self._set_row(slot, [row if row.size else None for row in state] or [None] * len(self.cache))
-
-    def arrays(self) -> list[mx.array]:
-        return [state for state in self.cache if state is not None]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.arrays())
+    def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
+        """As for full rows, until the ring wraps and columns are not positions any more."""
+        if self._wrapped:
+            return None
+        span = min(self.geometry.span, self.capacity)
+        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(span, self.window)
+        return self._loan(x, own, kv_heads, head_dim, self.window)

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from mantou.kv.batch import KVBatch
-from mantou.kv.layouts import FullRows, Layout, RecurrentState, WindowRing
+from mantou.kv.layouts import FullRows, Layout, WindowRing
+from mantou.kv.recurrent import RecurrentState
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, install
 from mantou.models.load import LoadedModel, arrays_cache

@@ -12,7 +12,7 @@ from mantou.data import Sampling
 from mantou.engine import step as step_module
 from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import Geometry
-from mantou.kv.layouts import RecurrentState
+from mantou.kv.recurrent import RecurrentState
 from mantou.models.runner import Runner
 from mantou.sampling import noise, sampler
 from tests.compose.harness import VOCAB, Case, requests, run

@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mantou.kv.layouts import FullRows, RecurrentState, WindowRing
+from mantou.kv.layouts import FullRows, WindowRing
 from mantou.kv.pieces import Piece
+from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import KVCodec
 
 WINDOW, SLACK = 5, 12

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from mantou.kv.batch import KVBatch
 from mantou.kv.codecs import Native
 from mantou.kv.geometry import Geometry
-from mantou.kv.layouts import FullRows, RecurrentState
+from mantou.kv.layouts import FullRows
+from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import Group
 
 PLAIN = settings(deadline=None, max_examples=60)

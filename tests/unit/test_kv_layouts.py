@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mantou.kv.batch import KVBatch, RowSnapshot
 from mantou.kv.codecs import Affine, Native
-from mantou.kv.layouts import FullRows, RecurrentState
+from mantou.kv.layouts import FullRows
 from mantou.kv.pieces import Piece
+from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import Group, Hit, KVCodec
 from tests.unit.kv_oracle import DIM, HEADS, SLACK, WINDOW, Row, advance, attention_sees, layouts
 

@@ -29,59 +29,6 @@ _HEADS = (
 _GATES = ("silu", "gelu_tanh", "gelu_erf")
 
 
-# ------------------------------------------------------------------ where the rows are
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The buffers that a layer appends to, and what its rows see. Row b is slot first_slot + b."""
-
-    keys: mx.array  # [slots, kv_heads, capacity, head_dim]
-    values: mx.array
-    start: mx.array  # int32[rows]
-    count: mx.array | None  # int32[rows] real tokens, None = all
-    first_slot: int
-    window: int  # 0 = unlimited
-
-
-def claim_rows(cache: Any, x: mx.array, mask: Any, kv_heads: int, head_dim: int) -> Rows | None:
-    """The cache's buffers with room for this forward, or None when only the cache itself can store and mask.
-
-    The caller must give the written buffers back with `cache.keys = (keys,)` and `cache.values = (values,)`.
-    """
-    geometry = getattr(cache, "geometry", None)
-    if geometry is None or getattr(getattr(cache, "codec", None), "name", None) != "native":
-        return None
-    if (geometry.num_rows, geometry.width) != tuple(x.shape[:2]):
-        return None
-    ring = getattr(cache, "size", None)
-    window = 0 if ring is None else int(cache.window)
-    if ring is not None and max(geometry.end, max(geometry.starts) + geometry.width) > ring:
-        return None  # wrapped: columns are not positions any more
-    if not (mask is None or isinstance(mask, str)):
-        spans = {geometry.span, min(geometry.span, cache.capacity)}
-        if not any(mask is geometry.causal_mask(span, w) for span in spans for w in {0, window}):
-            return None  # the graph has made a mask of its own
-    shape = (cache.num_slots, kv_heads, cache.capacity, head_dim)
-    keys = _fitted(cache.keys, shape, x.dtype)
-    values = _fitted(cache.values, shape, x.dtype)
-    if keys is None or values is None:
-        return None
-    return Rows(keys, values, geometry.offsets, geometry.lengths, geometry.group.lo, window)
-
-
-def _fitted(parts: tuple[mx.array, ...], shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array | None:
-    """The buffer with at least shape[2] columns, contents kept; None if it holds something else."""
-    if not parts:
-        return mx.zeros(shape, dtype)
-    (buffer,) = parts
-    have = buffer.shape[2]
-    if buffer.dtype != dtype or (*buffer.shape[:2], buffer.shape[3]) != (*shape[:2], shape[3]):
-        return None
-    if have >= shape[2]:
-        return buffer
-    pad = mx.zeros((*shape[:2], shape[2] - have, shape[3]), dtype)
-    return mx.concatenate([buffer, pad], axis=2)
-
-
 class FusedLayer(nn.Module):
     """A decoder block that runs as one primitive where it can. Attributes of the block show through."""
 
@@ -94,19 +41,19 @@ class FusedLayer(nn.Module):
         self._dtype = dtype
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **more: Any) -> mx.array:
-        rows = None
-        if not more and x.dtype == self._dtype:
-            rows = claim_rows(cache, x, mask, self._kv_heads, self._head_dim)
-        if rows is None:
+        loan = None
+        lend = getattr(cache, "lend", None)  # a cache of mlx-lm's own lends nothing
+        if lend is not None and not more and x.dtype == self._dtype:
+            loan = lend(x, mask, self._kv_heads, self._head_dim)
+        if loan is None:
             return self.block(x, mask=mask, cache=cache, **more)
-        cache.keys = cache.values = ()  # so that nobody else holds the buffers: they are written in place
-        keys, values, start, count = rows.keys, rows.values, rows.start, rows.count
-        first_slot, window = rows.first_slot, rows.window
-        del rows
+        keys, values, start, count = loan.keys, loan.values, loan.start, loan.count
+        first_slot, window = loan.first_slot, loan.window
+        del loan  # the primitive must be the only one that holds the buffers: it writes in place
         y, keys, values = kernels.layer(
             x, self._layer, keys, values, start, count=count, first_slot=first_slot, window=window
         )
-        cache.keys, cache.values = (keys,), (values,)
+        cache.take_back(keys, values)
         return y
 
     def __getattr__(self, name: str) -> Any:
