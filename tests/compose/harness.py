@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -117,12 +118,17 @@ def run(
     arrivals, cancel = dict(arrivals or {}), dict(cancel or {})
     events: list[TokenEvent] = []
     tick, left = 0, list(wanted)
-    while left or step.busy:
+    woken = threading.Event()
+    step.wake = woken.set
+    while left or step.waiting or step.busy:
         for request in [r for r in left if arrivals.get(r.id, 0) <= tick]:
             step.submit(request)
             left.remove(request)
         for request_id in [i for i, at in cancel.items() if at == tick]:
             step.cancel(request_id)
+        if not (left or step.busy):  # what is left waits for a slow tier
+            assert woken.wait(30), "nothing came from the slow tier"
+        woken.clear()
         step.advance()
         events += step.take_events()
         tick += 1

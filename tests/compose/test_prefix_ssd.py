@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from mantou.cache.ram import RamStore
 from mantou.cache.ssd import SsdStore
 from mantou.cache.tiered import Tiered
-from mantou.protocols import CacheKey, Hit, RowKV
 from tests.compose.harness import VOCAB, Case, run
 from tests.compose.test_prefix_ram import (
     FAMILIES,
@@ -28,30 +26,12 @@ from tests.compose.test_prefix_ram import (
 __all__ = ["small_rings"]  # a fixture that every test here uses
 
 
-@dataclass
-class Waits:
-    """A store whose requests wait for their prefetch, as they do in the engine's queue."""
-
-    store: Any
-    wants: bool = True
-
-    def match(self, key: CacheKey, tokens: Sequence[int], session: str | None = None) -> Hit | None:
-        assert self.store.prefetch(key, tokens, session).wait(10)
-        return self.store.match(key, tokens, session)
-
-    def put(self, key: CacheKey, tokens: Sequence[int], row: RowKV, session: str | None = None) -> None:
-        self.store.put(key, tokens, row, session)
-
-    def shrink(self, nbytes: int) -> int:
-        return self.store.shrink(nbytes)
-
-
 @pytest.fixture
 def restart(tmp_path: Path) -> Iterator[Any]:
     """Opens the tiers anew: what memory held is gone."""
     opened: list[Any] = []
 
-    def open_(family: str, memory_bytes: int = 1 << 30) -> Waits:
+    def open_(family: str, memory_bytes: int = 1 << 30) -> Any:
         for store in opened:
             store.check_integrity()
             store.close()
@@ -59,7 +39,7 @@ def restart(tmp_path: Path) -> Iterator[Any]:
         disk = SsdStore(tmp_path / "cache", 1 << 30, recurrent=recurrent)
         memory = RamStore(memory_bytes, recurrent=recurrent)
         opened[:] = [Tiered(memory, disk) if memory_bytes else disk]
-        return Waits(opened[0])
+        return opened[0]
 
     yield open_
     for store in opened:
@@ -121,7 +101,7 @@ def test_damaged_files_cost_time_and_no_token(family: str, restart: Any, tmp_pat
         content[len(content) * (number + 1) // (len(files) + 1)] ^= 1 << number % 8
         path.write_bytes(content)
     assert serve(family, store, request)[1] == 0
-    assert store.store.stats()["ssd_cache"]["corrupt_files"] > 0
+    assert store.stats()["ssd_cache"]["corrupt_files"] > 0
     for _ in files:  # each run finds the next bad file, and writes again what is missing
         _, cached = serve(family, restart(family), request)
     assert cached == 599
