@@ -139,7 +139,7 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
         adapters=NoAdapters(),
         cache_key=lambda adapters: CacheKey(f"{info.id} {numbers}", adapters, codec.name, "none"),
     )
-    step = Step(runner, axes, shapes, context_length=info.context_length)
+    step = Step(runner, axes, shapes, context_length=info.context_length, pipelined=not device.on_cpu)
     return step, info
 
 

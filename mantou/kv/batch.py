@@ -13,6 +13,9 @@ from mantou.kv.layouts import Layout
 from mantou.kv.pieces import Parts, Piece, State, to_device, to_host
 from mantou.protocols import Group, Hit
 
+# Columns that buffers grow by at first: a short answer neither zeroes nor copies more than it needs.
+_CAPACITY_STEP = 64
+
 LayoutMaker = Callable[[int], Sequence[Layout]]  # num_slots -> one layout a layer
 
 
@@ -29,7 +32,7 @@ class RowSnapshot:
         return sum(part.nbytes for parts in self.layers for part in parts)
 
 
-def capacity_bucket(num_tokens: int, step: int = 256) -> int:
+def capacity_bucket(num_tokens: int, step: int = _CAPACITY_STEP) -> int:
     """Columns to allocate for rows of `num_tokens`: multiples of `step`, at most a quarter too many beyond 1k."""
     while step * 8 < num_tokens:
         step *= 2
@@ -69,6 +72,10 @@ class KVBatch:
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
+    def _capacity(self, num_tokens: int) -> int:
+        """Small steps where only what is used costs time; whole spans where attention reads multiples of them."""
+        return capacity_bucket(num_tokens, max(self._span_step, _CAPACITY_STEP))
+
     def resize(self, num_slots: int) -> None:
         """Rows beyond `num_slots` are dropped, new ones are empty. At 0 all buffers are freed."""
         if num_slots == self.num_slots:
@@ -94,7 +101,7 @@ class KVBatch:
             mask_axes=self._mask_axes,
             span_step=self._span_step,
         )
-        capacity = capacity_bucket(max(starts) + group.width)
+        capacity = self._capacity(max(starts) + group.width)
         for layer in self.layers:
             layer.begin(geometry, capacity)
         for slot, start in enumerate(starts, group.lo):
@@ -175,7 +182,7 @@ class KVBatch:
         num_layers = len(self.layers)
         columns = to_device([piece.stacks for piece in hit.pieces], num_layers, axis=3)
         states = to_device([hit.state.stacks] if hit.state else [], num_layers, axis=None)
-        capacity = capacity_bucket(hit.num_tokens + 1)
+        capacity = self._capacity(hit.num_tokens + 1)
         for layer, parts, state in zip(self.layers, columns, states, strict=True):
             layer.fill(slot, parts, state, hit.num_tokens, capacity)
         self.lengths[slot], self._first_columns[slot] = hit.num_tokens, 0

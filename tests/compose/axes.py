@@ -31,6 +31,7 @@ AXES: Mapping[str, Sequence[object]] = {
     "chunk": (7, 16, 512),
     "order": ("together", "staggered", "leavers"),
     "shapes": ("exact", "bucketed"),
+    "steps": ("pipelined", "in turn"),
 }
 
 

@@ -60,6 +60,7 @@ class Case:
     scheduler: Any = None
     seed: int = 0
     ring_slack: int = RING_SLACK
+    pipelined: bool = True
 
 
 def make_step(case: Case) -> Step:
@@ -81,7 +82,7 @@ def make_step(case: Case) -> Step:
         adapters=NoAdapters(),
         cache_key=lambda adapters: CacheKey(case.family, adapters, case.codec, "none"),
     )
-    return Step(runner, axes, shapes, context_length=4096)
+    return Step(runner, axes, shapes, context_length=4096, pipelined=case.pipelined)
 
 
 def prompts(vocab: int = VOCAB, lengths: Sequence[int] = (5, 41, 17, 70, 9, 1)) -> list[tuple[int, ...]]:

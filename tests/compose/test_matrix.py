@@ -95,6 +95,7 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
         chunk=cell["chunk"],
         codec=codec,
         bucketed=cell["shapes"] == "bucketed",
+        pipelined=cell["steps"] == "pipelined",
         provider=NoisyOracle(answers, 0.7, VOCAB) if cell["provider"] == "oracle" else NoDraft(),
         constraints=constraints(constraint),
         store=store,
