@@ -131,10 +131,18 @@ def _batching(row: Any) -> str:
 
 # ------------------------------------------------------------------ docs/performance/README.md
 def performance() -> str:
-    """The newest result of `make bench`."""
+    """The newest result of `make bench`, then the newest of each folder beside it (another device)."""
+    folder = ROOT / "docs" / "performance"
+    newest = [max(found) for found in ([*place.glob("*.json")] for place in (folder, *_folders(folder))) if found]
+    return "\n\n".join(_result(path, folder) for path in newest) or "No result is recorded yet: run `make bench`."
+
+
+def _folders(place: Path) -> list[Path]:
+    return sorted(one for one in place.iterdir() if one.is_dir())
+
+
+def _result(path: Path, folder: Path) -> str:
     from tests.bench.report import table
 
-    results = sorted((ROOT / "docs" / "performance").glob("*.json"))
-    if not results:
-        return "No result is recorded yet: run `make bench`."
-    return f"From [{results[-1].name}]({results[-1].name}).\n\n{table(json.loads(results[-1].read_text()))}"
+    name = path.relative_to(folder).as_posix()
+    return f"From [{name}]({name}).\n\n{table(json.loads(path.read_text()))}"

@@ -142,6 +142,9 @@ def engine_round(model: Path, number: int, args: argparse.Namespace) -> dict[str
 
 
 async def soak_one(system: System, model: Path, num_requests: int) -> dict[str, int]:
+    """Memory over many requests; a prompt cache is off, because it fills up to its budget by design."""
+    if system.name == "mantou":
+        system = System(system.name, [*system.command, "--prompt-cache", "0"])
     async with running(system, model) as server:
         await load.start(server)
         return await load.soak(server, sorted({min(100, num_requests), num_requests}))

@@ -81,14 +81,16 @@ def test_an_unknown_scheme_and_an_odd_head_dimension_are_one_sentence() -> None:
 
 
 @PLAIN
-@given(num_tokens=st.integers(1, 1_000_000))
-def test_a_capacity_holds_its_rows_wastes_at_most_a_quarter_and_comes_in_few_sizes(num_tokens: int) -> None:
-    capacity = capacity_bucket(num_tokens)
+@given(num_tokens=st.integers(1, 1_000_000), step=st.sampled_from([64, 256]))
+def test_a_capacity_holds_its_rows_wastes_at_most_a_quarter_and_comes_in_few_sizes(
+    num_tokens: int, step: int
+) -> None:
+    capacity = capacity_bucket(num_tokens, step)
     assert num_tokens <= capacity
-    assert capacity % 256 == 0
-    assert capacity <= max(256, num_tokens + 256, 1.25 * num_tokens)
-    assert capacity_bucket(capacity) == capacity
-    assert capacity <= capacity_bucket(num_tokens + 1)
+    assert capacity % step == 0
+    assert capacity <= max(step, num_tokens + step, 1.25 * num_tokens)
+    assert capacity_bucket(capacity, step) == capacity
+    assert capacity <= capacity_bucket(num_tokens + 1, step)
 
 
 def test_a_row_that_grows_to_a_million_tokens_meets_few_capacities() -> None:
