@@ -133,8 +133,13 @@ def _batching(row: Any) -> str:
 def performance() -> str:
     """The newest result of `make bench`, then the newest of each folder beside it (another device)."""
     folder = ROOT / "docs" / "performance"
-    newest = [max(found) for found in ([*place.glob("*.json")] for place in (folder, *_folders(folder))) if found]
-    return "\n\n".join(_result(path, folder) for path in newest) or "No result is recorded yet: run `make bench`."
+    newest = [
+        max(found) for found in ([*place.glob("*.json")] for place in (folder, *_folders(folder))) if found
+    ]
+    return (
+        "\n\n".join(_result(path, folder) for path in newest)
+        or "No result is recorded yet: run `make bench`."
+    )
 
 
 def _folders(place: Path) -> list[Path]:
