@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.errors import MantouError, ModelError
 from mantou.progress import ProgressBoard
-from mantou.protocols import CacheKey, Mailbox, PrefixStore
+from mantou.protocols import CacheKey, KVCodec, Mailbox, PrefixStore
 
 if TYPE_CHECKING:
     from mantou.api.service import Service
@@ -122,8 +122,12 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     op_notes = ops.install(loaded.module)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
+    token_bytes = kv_bytes_per_token(loaded, codec)
+    rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
     info = describe(folder, config, loaded, codec.name, device.name, notes, template)
-    rows = config.batch or default_rows(loaded, device.kind, device.memory_bytes)
+    info = replace(
+        info, extra={"rows": rows, "kv_bytes_per_token": token_bytes, "memory_bytes": device.memory_bytes}
+    )
     shapes = Shapes(bucketed=not device.on_cpu)
     runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
@@ -209,16 +213,23 @@ def model_id(folder: Path, config: Config) -> str:
     return folder.name if Path(config.model).expanduser().exists() else config.model
 
 
-def default_rows(loaded: LoadedModel, kind: str, memory_bytes: int) -> int:
-    """Rows whose KV at a typical context fits beside the weights in three quarters of the memory; at least 8."""
-    text = text_config(loaded.config)
-    heads = int(text.get("num_attention_heads") or 8)
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 4096) // heads)
+def kv_bytes_per_token(loaded: LoadedModel, codec: KVCodec) -> float:
+    """Bytes that one token of context takes in the layers that keep keys and values."""
+    heads = config_number(loaded, ("num_attention_heads", "n_head")) or 8
+    kv_heads = config_number(loaded, ("num_key_value_heads",)) or heads
+    hidden = config_number(loaded, ("hidden_size", "n_embd")) or 4096
+    head_dim = config_number(loaded, ("head_dim",)) or hidden // heads
     itemsize = 4 if loaded.dtype == "float32" else 2
-    row = 2 * kv_heads * head_dim * itemsize * len(loaded.caches) * _TYPICAL_CONTEXT
-    fitting = int(memory_bytes * 0.75 - loaded.weights_bytes) // max(row, 1)
-    return max(MIN_ROWS, min(_MAX_ROWS[kind], fitting))
+    from mantou.models.runner import layout_names
+
+    num_layers = sum(count for name, count in layout_names(loaded.caches).items() if name != "recurrent")
+    return 2 * num_layers * codec.bytes_per_token(kv_heads, head_dim, itemsize)
+
+
+def default_rows(loaded: LoadedModel, token_bytes: float, kind: str, memory_bytes: int) -> int:
+    """Rows whose KV at a typical context fits beside the weights in three quarters of the memory; at least 8."""
+    fitting = (memory_bytes * 0.75 - loaded.weights_bytes) // max(token_bytes * _TYPICAL_CONTEXT, 1)
+    return max(MIN_ROWS, min(_MAX_ROWS[kind], int(fitting)))
 
 
 def make_service(

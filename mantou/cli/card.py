@@ -16,6 +16,20 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.1f} GiB" if num_bytes >= _GIB else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
+def _memory(config: Config, info: ModelInfo) -> str:
+    """What the rows and the prompt cache may take of the device's memory."""
+    rows, token = int(info.extra.get("rows", 0)), float(info.extra.get("kv_bytes_per_token", 0))
+    parts = [
+        f"{_size(int(info.extra.get('memory_bytes', 0)))} in all",
+        f"{rows} rows at {token / 1024:.0f} KiB a token",
+    ]
+    if config.prompt_cache_bytes:
+        parts.append(f"prompt cache {_size(config.prompt_cache_bytes)}")
+    if config.ssd_cache_dir is not None:
+        parts.append(f"on disk {_size(config.ssd_cache_bytes)}")
+    return ", ".join(parts)
+
+
 def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
     """The card as plain lines."""
     url = f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '::') else config.host}:{port}"
@@ -26,6 +40,7 @@ def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
         f"  device   {info.device}",
         f"  KV       {info.kv_scheme} ({layers} layers), context {info.context_length} tokens",
     ]
+    lines.append(f"  memory   {_memory(config, info)}")
     lines += [f"  note     {note}" for note in info.notes]
     if stronger := _stronger(info):
         lines.append(f"  stronger {stronger}")
