@@ -127,7 +127,7 @@ def run(
             left.remove(request)
         for request_id in [i for i, at in cancel.items() if at == tick]:
             step.cancel(request_id)
-        if not (left or step.busy):  # what is left waits for a slow tier
+        if step.waiting and not (left or step.busy):  # what is left waits for a slow tier
             assert woken.wait(30), "nothing came from the slow tier"
         woken.clear()
         step.advance()
