@@ -11,9 +11,8 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_5", "mamba2",
 
 def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits_with_the_kernels_on() -> None:
     command = [sys.executable, "-m", "tests.kernels.compose_run", *FAMILIES]
-    found = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600
-    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
     assert found.stdout.rstrip().endswith(" 0 differences")
     assert "fused layers" in found.stdout, "no layer was fused, so nothing was proved"
