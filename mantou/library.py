@@ -12,6 +12,7 @@ import itertools
 import queue
 import secrets
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ class Model:
         self.tokenizer = assembly.tokenizer
         self.template = assembly.template
         self._mailboxes = mailboxes
+        # A model thread that still holds MLX streams aborts the interpreter at exit: a forgotten close is made up.
+        weakref.finalize(self, engine.close)
         self._prefix = f"lib-{secrets.token_hex(4)}"
         self._numbers = itertools.count()  # its `next` is atomic, a generator's is not
 

@@ -29,11 +29,15 @@ class Pacer:
         bounded = int(min(max(fitting, self.smallest), self.largest))
         return 1 << (bounded.bit_length() - 1)
 
-    def observe(self, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
-        """One step's wall time and what it held."""
+    def observe(
+        self, seconds: float, num_decoding: int, num_prompt_tokens: int, decode_s: float | None = None
+    ) -> None:
+        """One step's wall time and what it held; `decode_s` is its decode part, known where steps run in turn."""
         if num_decoding and not num_prompt_tokens:
             self.decode_s = self._smooth(self.decode_s, seconds)
         elif num_prompt_tokens:
+            if num_decoding and decode_s is not None:
+                self.decode_s = self._smooth(self.decode_s, decode_s)
             decode = (self.decode_s or 0.0) if num_decoding else 0.0
             prompt = max(seconds - decode, 0.0)
             self.token_s = self._smooth(self.token_s, prompt / num_prompt_tokens)

@@ -60,6 +60,7 @@ class Step:
         self._prefix = Prefix(runner, axes, self.counters)
         self._flights: list[Flight] = []
         self._last_kind: tuple[bool, bool] = (False, False)
+        self._decode_s = 0.0  # the decode part of this step's launch
 
     # ------------------------------------------------------------------ what the engine asks
     @property
@@ -198,6 +199,7 @@ class Step:
         """Launches the decode and the prompt groups, then reads the previous step. Returns (rows, prompt tokens)."""
         previous, self._flights = self._flights, []
         self.counters.pipelined_steps += bool(previous)
+        started = time.perf_counter()
         decoding = self._decoding(plan)
         prompts = [row for row in self.running if row.id in plan.num_tokens and row.num_pending > 1]
         drafts: Drafts = {} if previous else {row.id: self._propose(row) for row in decoding}
@@ -205,6 +207,7 @@ class Step:
         for group, rows in self._grouping.decode(able, drafts):
             guesses = [drafts.get(row.id, ()) if row else () for row in rows]
             self._fly(Feed(group, rows, guesses), previous)
+        self._decode_s = time.perf_counter() - started
         num_prompt = 0
         for row in prompts:
             num_tokens = self._chunk(row, plan.num_tokens[row.id])
@@ -212,7 +215,7 @@ class Step:
             num_prompt += num_tokens
         for flight in previous:
             self._collect(flight)
-        if not decoding and prompts:
+        if prompts and not (decoding and self.pipelined):
             self.runner.wait()  # bounds how far prompt chunks run ahead of the device
         waited = int(bool(decoding and prompts))
         self.counters.max_chunks_between_tokens = max(self.counters.max_chunks_between_tokens, waited)
@@ -349,5 +352,6 @@ class Step:
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:
         kind = (bool(num_decoding), bool(num_prompt))
         if kind == self._last_kind:  # the first step after a change still pays for the one before
-            self.pacer.observe(seconds, num_decoding, num_prompt)
+            decode_s = None if self.pipelined else self._decode_s
+            self.pacer.observe(seconds, num_decoding, num_prompt, decode_s)
         self._last_kind = kind

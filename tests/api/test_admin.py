@@ -69,7 +69,7 @@ def test_stats(http: httpx2.Client) -> None:
 
 
 def test_downloads(http: httpx2.Client, server: Running) -> None:
-    with server.service.board.task("some/model", total_bytes=10) as task:  # type: ignore[attr-defined]
+    with server.service.board.task("some/model", total_bytes=10) as task:
         task.stage("download", total_bytes=10)
         task.advance(4)
         row = http.get("/downloads").json()["downloads"][-1]

@@ -287,12 +287,12 @@ def test_internal_error_says_nothing_of_the_inside(
     def submit(request: Any) -> None:
         explode(request)
 
-    engine.submit = submit  # type: ignore[method-assign]
+    engine.submit = submit
     try:
         plain = error_of(http.post(CHAT, json=ask), 500)
         streamed = error_of(http.post(CHAT, json={**ask, "stream": True}), 500)
     finally:
-        engine.submit = original  # type: ignore[method-assign]
+        engine.submit = original
     for error in (plain, streamed):
         assert "deep inside" not in error["message"]
         assert error["message"].split()[-1].rstrip(".") in caplog.text, "the id leads to the log"

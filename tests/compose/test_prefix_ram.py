@@ -203,13 +203,7 @@ def test_a_row_cannot_give_columns_that_its_ring_has_overwritten() -> None:
 def test_the_store_counts_bytes_of_the_real_model() -> None:
     store = new_store("llama")
     serve("llama", store, turn("a", words(15, 256)))
-    per_token = (
-        sum(
-            s.nbytes
-            for s in store.match(store_key(), [*words(15, 256)]).pieces[0].stacks  # type: ignore[union-attr]
-        )
-        / 255
-    )
+    per_token = sum(s.nbytes for s in store.match(store_key(), [*words(15, 256)]).pieces[0].stacks) / 255
     assert store.stats()["prompt_cache"]["bytes"] == pytest.approx(267 * (per_token + 4) + 2 * 1024, abs=64)
     assert model("llama").family.name == "llama"
 

@@ -24,7 +24,7 @@ def with_kernels(family: str) -> None:
     notes = CpuOps().install(module)
     print(family, *notes, flush=True)
     loaded = describe(module, FAMILIES[family], harness.capabilities(family))
-    harness.model = lambda name, seed=0: loaded  # type: ignore[assignment]
+    harness.model = lambda name, seed=0: loaded
 
 
 def cells(family: str, seed: int) -> tuple[int, int]:

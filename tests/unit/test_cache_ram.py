@@ -9,7 +9,7 @@ from tests.unit.cache_rows import KEY, OTHER, Row, check
 
 
 def put(store: RamStore, tokens: list[int], session: str | None = None, **changes: object) -> Row:
-    row = Row(tokens, recurrent=store.recurrent, **changes)  # type: ignore[arg-type]
+    row = Row(tokens, recurrent=store.recurrent, **changes)
     store.put(row.key, tokens, row, session)
     store.check_integrity()
     return row

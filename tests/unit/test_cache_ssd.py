@@ -46,7 +46,7 @@ def found(store: SsdStore, tokens: list[int], key: Any = KEY) -> int:
 
 
 def stats(store: SsdStore) -> dict[str, Any]:
-    return store.stats()["ssd_cache"]  # type: ignore[return-value]
+    return store.stats()["ssd_cache"]
 
 
 def files(folder: Path) -> list[Path]:

@@ -56,7 +56,7 @@ def found(store: Tiered, tokens: list[int], session: str | None = None) -> int:
 
 
 def ssd(store: Tiered, name: str) -> Any:
-    return store.stats()["ssd_cache"][name]  # type: ignore[index]
+    return store.stats()["ssd_cache"][name]
 
 
 @pytest.mark.parametrize("recurrent", [False, True])
@@ -173,7 +173,7 @@ def test_sessions_flush_and_statistics_are_there(open_tiers: Any) -> None:
         "pending_snapshots", "pending_spill_bytes", "dropped_spills", "failed_spills",
         "longest_durable_prefix_tokens",
     }  # fmt: skip
-    assert names <= set(stats["ssd_cache"])  # type: ignore[arg-type]
+    assert names <= set(stats["ssd_cache"])
     assert ssd(store, "longest_durable_prefix_tokens") == 300
     assert store.shrink(1 << 40) > 0
 

@@ -148,3 +148,12 @@ def test_buckets_hold_what_they_are_for(count: int) -> None:
     assert bucketed.rows(count) == bucketed.width(count)
     assert count <= bucketed.rows(count) < max(2 * count, 2)
     assert Shapes.slots(count) == (bucketed.rows(count) if count else 0)
+
+
+def test_a_prompt_that_comes_with_the_first_decode_step_does_not_hide_what_that_step_costs() -> None:
+    pacer = Pacer(512)
+    for _ in range(50):  # rows have never decoded alone
+        pacer.observe(0.100, 1, 64, decode_s=0.040)
+    assert pacer.decode_s is not None and abs(pacer.decode_s - 0.040) < 1e-9
+    assert pacer.chunk(1) == 32  # 40 ms at 60 ms for 64 tokens, as a power of two
+    assert pacer.prompt_share is not None and abs(pacer.prompt_share - 0.6) < 1e-6

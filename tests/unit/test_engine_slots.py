@@ -14,7 +14,7 @@ NO_CLOCK = settings(deadline=None)
 
 
 def sequence(name: str = "r", prompt: int = 4, limit: int = 5, **changes: object) -> Sequence:
-    request = Request(name, tuple(range(10, 10 + prompt)), Sampling(), **changes)  # type: ignore[arg-type]
+    request = Request(name, tuple(range(10, 10 + prompt)), Sampling(), **changes)
     return Sequence(request, limit)
 
 

@@ -21,7 +21,7 @@ def geometry(
     starts: list[int], width: int, counts: list[int] | None = None, **options: int | bool
 ) -> Geometry:
     group = Group(0, width, tuple(counts or [width] * len(starts)))
-    return Geometry(group, starts, **options)  # type: ignore[arg-type]
+    return Geometry(group, starts, **options)
 
 
 @PLAIN

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +203,13 @@ def test_events_of_unknown_requests_are_dropped() -> None:
     mailboxes.close("a")
     mailboxes.put([TokenEvent("a", (3,))])
     assert events.empty()
+
+
+def test_a_script_that_forgets_to_close_leaves_with_its_own_exit_status(folder: Path) -> None:
+    script = (
+        f"from mantou import load; load({str(folder)!r}).generate('hi', max_tokens=2); raise SystemExit(3)"
+    )
+    left = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (left.returncode, left.stderr) == (3, "")

@@ -130,6 +130,7 @@ def unpack(wheel: Path, folder: Path) -> Path:
             check_space(folder, sum(members[name].file_size for name in names))
             for name in names:
                 _extract(archive, members[name], folder, wheel.name)
+    # NotImplementedError is zipfile's word for a compression it does not know
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise DownloadError(f"{wheel.name} is corrupt ({error}); try again.") from error
     first = folder / PurePosixPath(names[0]).name
