@@ -17,7 +17,7 @@ compile() {
 }
 
 # dev first: the other locks are held to its versions, so that one venv can hold several of them.
-compile dev pyproject.toml requirements/build.in --extra cpu --extra dev
+compile dev pyproject.toml requirements/build.in --extra cpu --extra dev --extra otel
 for extra in cpu cuda12 cuda13; do
   compile "serve-$extra" pyproject.toml requirements/build.in --extra "$extra" --constraint requirements/dev.lock
 done
