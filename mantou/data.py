@@ -118,13 +118,24 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A part of a tool call that became certain. The first of a call carries `id` and `name`."""
+
+    index: int  # which call of this answer, from 0
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # a further piece of the arguments' JSON text
+
+
+@dataclass(frozen=True, slots=True)
 class TextEvent:
     """Text that became certain since the last event of the same request. The last one carries `finish`."""
 
     text: str = ""
     reasoning: str = ""
+    tools: tuple[ToolDelta, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: Literal["stop", "length", "cancelled", "error"] | None = None
+    finish: Literal["stop", "length", "tool_calls", "cancelled", "error"] | None = None
     stop_sequence: str | None = None  # the stop string that ended the text, if one did
     error: str | None = None
     usage: Usage | None = None

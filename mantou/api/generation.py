@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mantou.api.faults import RequestFailed
-from mantou.data import Request, TextEvent, TokenEvent, TokenLogprobs, Usage
+from mantou.data import Request, TextEvent, TokenEvent, TokenLogprobs, ToolCall, ToolDelta, Usage
 from mantou.errors import MantouError, QueueFull
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Answer:
 
     text: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
+    tools: list[ToolDelta] = field(default_factory=list[ToolDelta])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     finish: str | None = None
 
@@ -41,9 +42,20 @@ class Answer:
             self.text.append(event.text)
         if event.reasoning:
             self.reasoning.append(event.reasoning)
+        self.tools.extend(event.tools)
         self.logprobs.extend(event.logprobs)
         if event.finish is not None:
             self.finish = event.finish
+
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls, whole and in order."""
+        found: dict[int, list[ToolDelta]] = {}
+        for delta in self.tools:
+            found.setdefault(delta.index, []).append(delta)
+        return tuple(
+            ToolCall(deltas[0].id, deltas[0].name, "".join(delta.arguments for delta in deltas))
+            for deltas in found.values()
+        )
 
 
 class _Row:
