@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,11 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mantou.api.admin import Admin
+from mantou.api.anthropic import AnthropicMessages
+from mantou.api.anthropic_count import TokenCount
+from mantou.api.anthropic_errors import AnthropicEnvelope
 from mantou.api.cache_admin import CacheAdmin
+from mantou.api.envelope import Envelope, Exchanges
 from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal, known_error
 from mantou.api.generation_route import Dialect, GenerationRoute
 from mantou.api.guard import Guard
@@ -26,7 +30,9 @@ from mantou.api.openapi import document
 from mantou.api.service import Service
 from mantou.errors import MantouError
 
-DIALECTS: tuple[Dialect[Any], ...] = (OpenAIChat(), OpenAICompletions())
+DIALECTS: tuple[Dialect[Any], ...] = (OpenAIChat(), OpenAICompletions(), AnthropicMessages())
+# Path -> how errors are worded there and below; OpenAI's way elsewhere.
+ENVELOPES: Mapping[str, Envelope] = {"/v1/messages": AnthropicEnvelope()}
 
 
 def create_app(service: Service) -> Starlette:
@@ -35,6 +41,7 @@ def create_app(service: Service) -> Starlette:
     routes: list[BaseRoute] = [
         Route(dialect.path, GenerationRoute(service, dialect), methods=["POST"]) for dialect in DIALECTS
     ]
+    routes.append(Route(TokenCount.path, TokenCount(service), methods=["POST"]))
     routes += [Route(path, answer, methods=["GET"]) for path, answer in admin.routes().items()]
     routes += [Route(path, act, methods=["POST"]) for path, act in CacheAdmin(service).routes().items()]
     return Starlette(
@@ -47,7 +54,11 @@ def create_app(service: Service) -> Starlette:
 
 def _middleware(service: Service) -> list[Middleware]:
     config = service.config
-    stack = [Middleware(Guard, host=config.host, allow_origins=config.allow_origins), Middleware(Boundary)]
+    stack = [
+        Middleware(Exchanges, envelopes=ENVELOPES),
+        Middleware(Guard, host=config.host, allow_origins=config.allow_origins),
+        Middleware(Boundary),
+    ]
     if config.allow_origins:
         from starlette.middleware.cors import CORSMiddleware
 

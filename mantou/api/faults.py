@@ -1,15 +1,16 @@
-"""Errors as bytes on the wire, in OpenAI's shape. Knows no routes."""
+"""Errors as bytes on the wire: in OpenAI's shape, unless the request speaks another API. Knows no routes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Mapping
-from uuid import uuid4
 
 import msgspec
 from starlette.responses import Response
 
+from mantou.api.envelope import Envelope, request_id, spoken
+from mantou.api.sse import COMMENT, data_event
 from mantou.errors import EngineStopped, MantouError, QueueFull
 
 _log = logging.getLogger("mantou.api")
@@ -50,13 +51,13 @@ class WrongMethod(MantouError):
 
 
 def internal(error: BaseException) -> RequestFailed:
-    """Logs an unexpected error under a new id and returns what the client may know: that id, nothing of the inside.
+    """Logs an unexpected error under the request's id and returns what the client may know: that id and no more.
 
     The log gets the traceback (file, line, message) and never the body of the request.
     """
-    request_id = f"req_{uuid4().hex[:12]}"
-    _log.error("request %s failed inside the server", request_id, exc_info=error)
-    return RequestFailed(f"The server failed on this request; its log has the details under {request_id}.")
+    name = request_id()
+    _log.error("request %s failed inside the server", name, exc_info=error)
+    return RequestFailed(f"The server failed on this request; its log has the details under {name}.")
 
 
 def known_error(error: BaseException) -> MantouError:
@@ -72,9 +73,33 @@ def error_json(error: MantouError) -> bytes:
     return msgspec.json.encode({"error": body})
 
 
+class OpenAIEnvelope:
+    """OpenAI's wording, and that of every route that has none of its own."""
+
+    keep_alive = COMMENT
+
+    def status(self, error: MantouError) -> int:
+        return error.status
+
+    def body(self, error: MantouError) -> bytes:
+        return error_json(error)
+
+    def event(self, error: MantouError) -> bytes:
+        return data_event(error_json(error))
+
+
+_OPENAI = OpenAIEnvelope()
+
+
+def envelope() -> Envelope:
+    """How the request that is being answered wants errors worded."""
+    return spoken(_OPENAI)
+
+
 def error_response(error: MantouError, headers: Mapping[str, str] | None = None) -> Response:
     """The whole response for an error that happened before anything was sent."""
     extra = dict(headers or {})
     if isinstance(error, QueueFull):
         extra["retry-after"] = "1"
-    return Response(error_json(error), error.status, extra, "application/json")
+    wording = envelope()
+    return Response(wording.body(error), wording.status(error), extra, "application/json")

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mantou.api.body import parse_object, read_body
-from mantou.api.faults import ClientGone, error_json, known_error
+from mantou.api.faults import ClientGone, envelope, known_error
 from mantou.api.generation import Answer, Generation
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.planning import Encoder, Job
-from mantou.api.sse import ClientWatch, EventWriter, data_event
+from mantou.api.sse import ClientWatch, EventWriter
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded, Service
@@ -132,7 +132,7 @@ class GenerationRoute:
 
     # ------------------------------------------------------------------ streamed
     async def _stream(self, ask: Ask, arrived: float, client: ClientWatch, send: Send) -> None:
-        writer = EventWriter(send, self._service.heartbeat_s)
+        writer = EventWriter(send, self._service.heartbeat_s, envelope().keep_alive)
         try:
             job, generation = await self._begun(ask, arrived, client, writer)
             try:
@@ -151,7 +151,7 @@ class GenerationRoute:
         except (Exception, asyncio.CancelledError) as error:
             if not writer.opened:
                 raise
-            await writer.close(data_event(error_json(known_error(error))))
+            await writer.close(envelope().event(known_error(error)))
         finally:
             writer.stop()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mantou.api.anthropic_count import TokenCount
+from mantou.api.anthropic_wire import ErrorEnvelope, Event, MessageBody, TokenCountBody
 from mantou.api.openai_wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
 
 if TYPE_CHECKING:
@@ -14,10 +17,24 @@ if TYPE_CHECKING:
 
 Schema = dict[str, Any]
 
-# Path of a generation route -> its whole answer and its chunk.
-_ANSWERS: Mapping[str, tuple[type, type]] = {
-    "/v1/chat/completions": (ChatCompletion, ChatChunk),
-    "/v1/completions": (Completion, Completion),
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a generation route sends: its whole answer, what a stream is made of, and its errors."""
+
+    whole: Any
+    chunk: Any
+    error: Any = ErrorBody
+    stream: str = "chunks as server-sent events up to `data: [DONE]`"
+    busy: str = "429"  # status of a full queue
+
+
+_ANSWERS: Mapping[str, _Answer] = {
+    "/v1/chat/completions": _Answer(ChatCompletion, ChatChunk),
+    "/v1/completions": _Answer(Completion, Completion),
+    "/v1/messages": _Answer(
+        MessageBody, Event, ErrorEnvelope, "server-sent events up to `message_stop`", "529"
+    ),
 }
 _OBJECT: Schema = {"type": "object"}
 _ERRORS = {
@@ -26,6 +43,7 @@ _ERRORS = {
     "429": "The queue is full; try again after `Retry-After` seconds.",
     "500": "The server failed on this request.",
     "503": "No model is loaded.",
+    "529": "The queue is full, or the server is shutting down; try again later.",
 }
 # Path -> (what it answers, its content type, its schema or the type that has one).
 _READS: Mapping[str, tuple[str, str, Schema | type]] = {
@@ -52,10 +70,12 @@ _ACTIONS: Mapping[str, tuple[str, Schema]] = {
 
 def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
     """The whole document."""
-    types = [*{kind for pair in _ANSWERS.values() for kind in pair}, Model, ModelList, ErrorBody]
+    answers = {kind for answer in _ANSWERS.values() for kind in (answer.whole, answer.chunk, answer.error)}
+    types: list[Any] = [*answers, Model, ModelList, TokenCountBody]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refs = dict(zip(types, schemas, strict=True))
     paths = {dialect.path: {"post": _generation(dialect, refs)} for dialect in dialects}
+    paths[TokenCount.path] = {"post": _count(refs)}
     paths |= {path: {"get": _read(path, *entry, refs)} for path, entry in _READS.items()}
     paths |= {path: {"post": _action(path, *entry, refs)} for path, entry in _ACTIONS.items()}
     return {
@@ -74,31 +94,47 @@ def _content(kind: str, schema: Schema) -> Schema:
     return {"content": {kind: {"schema": schema}}}
 
 
-def _errors(refs: Mapping[type, Schema], *statuses: str) -> Schema:
+def _errors(refs: Mapping[Any, Schema], *statuses: str, kind: Any = ErrorBody) -> Schema:
     return {
-        status: {"description": _ERRORS[status], **_content("application/json", refs[ErrorBody])}
+        status: {"description": _ERRORS[status], **_content("application/json", refs[kind])}
         for status in statuses
     }
 
 
-def _generation(dialect: Dialect[Any], refs: Mapping[type, Schema]) -> Schema:
-    whole, chunk = _ANSWERS[dialect.path]
+def _generation(dialect: Dialect[Any], refs: Mapping[Any, Schema]) -> Schema:
+    kinds = _ANSWERS[dialect.path]
     answer = {
-        "description": "The answer; with `stream`, chunks as server-sent events up to `data: [DONE]`.",
+        "description": f"The answer; with `stream`, {kinds.stream}.",
         "content": {
-            "application/json": {"schema": refs[whole]},
-            "text/event-stream": {"schema": refs[chunk]},
+            "application/json": {"schema": refs[kinds.whole]},
+            "text/event-stream": {"schema": refs[kinds.chunk]},
         },
     }
     return {
         "operationId": dialect.path.strip("/").replace("/", "_"),
         "summary": (type(dialect).__doc__ or "").strip(),
         "requestBody": {"required": True, **_content("application/json", dialect.schema())},
-        "responses": {"200": answer, **_errors(refs, "400", "413", "429", "500", "503")},
+        "responses": {
+            "200": answer,
+            **_errors(refs, "400", "413", kinds.busy, "500", "503", kind=kinds.error),
+        },
     }
 
 
-def _read(path: str, doc: str, kind: str, shape: Schema | type, refs: Mapping[type, Schema]) -> Schema:
+def _count(refs: Mapping[Any, Schema]) -> Schema:
+    doc = (TokenCount.__doc__ or "").strip()
+    return {
+        "operationId": "v1_messages_count_tokens",
+        "summary": doc,
+        "requestBody": {"required": True, **_content("application/json", TokenCount.schema())},
+        "responses": {
+            "200": {"description": doc, **_content("application/json", refs[TokenCountBody])},
+            **_errors(refs, "400", "413", "500", "503", kind=ErrorEnvelope),
+        },
+    }
+
+
+def _read(path: str, doc: str, kind: str, shape: Schema | type, refs: Mapping[Any, Schema]) -> Schema:
     schema = shape if isinstance(shape, dict) else refs[shape]
     operation: Schema = {
         "operationId": "get_" + (path.strip("/").translate(str.maketrans("/.{}", "____")) or "page"),
@@ -116,7 +152,7 @@ def _read(path: str, doc: str, kind: str, shape: Schema | type, refs: Mapping[ty
     return operation
 
 
-def _action(path: str, doc: str, body: Schema, refs: Mapping[type, Schema]) -> Schema:
+def _action(path: str, doc: str, body: Schema, refs: Mapping[Any, Schema]) -> Schema:
     return {
         "operationId": path.strip("/").replace("/", "_"),
         "summary": doc,

@@ -14,12 +14,17 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
 ]
 DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
+COMMENT = b": keep-alive\n\n"  # every client ignores it
 
 
 def data_event(payload: bytes) -> bytes:
     """A nameless event. `payload` is one line of JSON."""
     return b"data: " + payload + b"\n\n"
+
+
+def named_event(name: bytes, payload: bytes) -> bytes:
+    """An event with a name. `payload` is one line of JSON."""
+    return b"event: " + name + b"\ndata: " + payload + b"\n\n"
 
 
 class EventWriter:
@@ -28,8 +33,9 @@ class EventWriter:
     The timer is re-armed once an interval, not once an event, so a token costs no timer.
     """
 
-    def __init__(self, send: Send, heartbeat_s: float) -> None:
+    def __init__(self, send: Send, heartbeat_s: float, keep_alive: bytes = COMMENT) -> None:
         self._send = send
+        self._keep_alive = keep_alive
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -54,8 +60,8 @@ class EventWriter:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def keep_alive(self) -> None:
-        """Sends a comment, which every client ignores, so that nobody on the way gives the connection up."""
-        await self.write(_KEEP_ALIVE)
+        """Sends what every client ignores, so that nobody on the way gives the connection up."""
+        await self.write(self._keep_alive)
 
     async def close(self, last: bytes = b"") -> None:
         """Sends the last events and ends the response."""
