@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +16,7 @@ from mantou.errors import BadRequest
 
 if TYPE_CHECKING:
     from mantou.api.service import Service
+    from mantou.protocols import CheckpointStore, PrefixStore
 
 # Longer than a healthy disk needs for a full queue; then the report says what is still pending.
 _FLUSH_S = 60.0
@@ -40,11 +41,23 @@ class CacheAdmin:
         return _json({"closed": bool(session)})
 
     async def flush(self, request: Request) -> Response:
-        """Waits until everything queued for the SSD is stored."""
+        """Waits until everything queued for the SSD is stored: prompts, and answers in progress."""
         loaded = await self._service.ready()
-        started = time.perf_counter()
-        report = await asyncio.to_thread(loaded.store.flush, _FLUSH_S)
-        return _json({"elapsed_ms": (time.perf_counter() - started) * 1000, **report})
+        report = await asyncio.to_thread(_flush, (loaded.store, loaded.checkpoints))
+        return _json(report)
+
+
+def _flush(queues: Sequence[PrefixStore | CheckpointStore]) -> dict[str, object]:
+    """The reports of all, in which `flushed` and `elapsed_ms` are the whole's."""
+    started = time.perf_counter()
+    report: dict[str, object] = {}
+    flushed = True
+    for queue in queues:
+        left_s = max(started + _FLUSH_S - time.perf_counter(), 0.0)
+        found = queue.flush(left_s)
+        flushed &= bool(found.get("flushed", True))
+        report |= found
+    return {**report, "flushed": flushed, "elapsed_ms": (time.perf_counter() - started) * 1000}
 
 
 def _json(value: object) -> Response:

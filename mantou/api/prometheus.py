@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import (
@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from mantou.api import prometheus_cache
 from mantou.metrics import Histogram, ServerMetrics
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -35,6 +36,9 @@ _COUNTERS = (
     ("generation_tokens", "vllm:generation_tokens", "Tokens generated."),
     ("prefix_queries", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_hits", "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    ("drafts", "vllm:spec_decode_num_drafts", "Drafts that were checked."),
+    ("drafted_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead."),
+    ("accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Tokens guessed ahead that were right."),
 )
 # Engine numbers that have names of their own above.
 _SHOWN = {key for key, _, _ in (*_GAUGES, *_COUNTERS)}
@@ -49,6 +53,7 @@ class Facts:
     engine: Mapping[str, Any]  # Engine.stats(); empty while the model loads
     model: str
     started_at: float
+    cache: Mapping[str, Any] = field(default_factory=dict[str, Any])  # PrefixStore.stats()
 
 
 def render(facts: Facts) -> bytes:
@@ -67,6 +72,7 @@ class _Scrape(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from self._engine()
+        yield from self._cache()
         yield from self._http()
 
     def _gauge(self, name: str, doc: str, value: float) -> Metric:
@@ -97,6 +103,13 @@ class _Scrape(Collector):
             yield self._gauge(name, doc, engine.get(key, 0))
         for key, name, doc in _COUNTERS:
             yield self._counter(name, doc, engine.get(key, 0))
+        places = {str(i): n for i, n in enumerate(engine.get("accepted_per_position", ()))}
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "The same by place in the draft.",
+            "position",
+            places,
+        )
         kv = engine.get("kv", {})
         if kv.get("capacity_tokens"):
             used = kv["tokens"] / kv["capacity_tokens"]
@@ -104,6 +117,13 @@ class _Scrape(Collector):
         if "bytes" in kv:
             yield self._gauge("mantou_kv_bytes", "Bytes of KV that are allocated.", kv["bytes"])
         yield from self._other_numbers(engine)
+
+    def _cache(self) -> Iterator[Metric]:
+        times = self._facts.engine.get("steps_timed", {})
+        for found in (prometheus_cache.samples(self._facts.cache), prometheus_cache.step_samples(times)):
+            for sample in found:
+                make = self._counter if sample.grows else self._gauge
+                yield make(sample.name, sample.doc, sample.value)
 
     def _other_numbers(self, engine: Mapping[str, Any]) -> Iterator[Metric]:
         for key, value in engine.items():

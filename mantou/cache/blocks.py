@@ -87,9 +87,17 @@ def join(pieces: Sequence[Piece]) -> Piece:
     """Contiguous pieces as one; a single one is returned as it is."""
     if len(pieces) == 1:
         return pieces[0]
-    stacks = zip(*(piece.stacks for piece in pieces), strict=True)
-    arrays = [np.concatenate([stack.data for stack in same], axis=-2) for same in stacks]
-    return Piece(pieces[0].lo, pieces[-1].hi, _like(pieces[0], arrays))
+    return Piece(pieces[0].lo, pieces[-1].hi, join_stacks([piece.stacks for piece in pieces]))
+
+
+def join_stacks(parts: Sequence[tuple[Stack, ...]]) -> tuple[Stack, ...]:
+    """The same of their stacks."""
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(
+        Stack(np.concatenate([stack.data for stack in same], axis=-2), same[0].dtype, same[0].members)
+        for same in zip(*parts, strict=True)
+    )
 
 
 def _like(piece: Piece, arrays: Sequence[np.ndarray]) -> tuple[Stack, ...]:
@@ -101,14 +109,19 @@ class HeldRow:
     """A hit seen as a row (`RowKV`), so that moving KV between tiers is `put` like everything else."""
 
     hit: Hit
+    since: int | None = None  # a state that memory kept is of use
 
-    def columns(self, lo: int, hi: int) -> Piece:
-        """Positions [lo, hi), from a later `lo` where the hit does not reach back so far; copies only to join."""
-        found = [
+    def pieces(self, lo: int, hi: int) -> list[Piece]:
+        """Positions [lo, hi), from a later `lo` where the hit does not reach back so far; without a copy."""
+        return [
             cut(piece, max(lo, piece.lo), min(hi, piece.hi))
             for piece in self.hit.pieces
             if piece.lo < hi and piece.hi > lo
         ]
+
+    def columns(self, lo: int, hi: int) -> Piece:
+        """The same as one piece; copies only to join."""
+        found = self.pieces(lo, hi)
         return join(found) if found else Piece(hi, hi, ())
 
     def state(self) -> State | None:

@@ -76,6 +76,7 @@ class Folder:
     def _open_index(self) -> Index:
         try:
             index = Index(self.directory, read_only=self.read_only)
+            index.check()
             self._rows = index.entries()
         except sqlite3.DatabaseError as error:
             if self.read_only:

@@ -93,6 +93,9 @@ class RamStore:
         self._segments.make_room(0)  # the first piece of a key has an unknown size
         self._forget_empty_trees()
 
+    def reach(self, key: CacheKey, tokens: Sequence[int] | Tokens) -> int:
+        return self.peek(key, as_tokens(tokens))[1]
+
     def shrink(self, nbytes: int) -> int:
         return self._segments.shrink(nbytes)
 
@@ -233,7 +236,7 @@ class RamStore:
             added = tokens[stored:hi]
             sizes.token = piece.nbytes / len(added) + added.itemsize
             node = self._tip
-            if trie.can_extend(node):
+            if trie.can_extend(node, len(added)):
                 self._segments.resize(node, lambda n=node, t=added, p=piece: trie.extend(n, t, p))
             else:
                 node = trie.attach(node, added, piece)

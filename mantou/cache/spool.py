@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +20,7 @@ class Spool(Generic[T]):
 
     handle: Callable[[T], None]
     max_bytes: int
+    yields: bool = False  # its thread runs when the others leave a core free, where a thread can be told so
     num_bytes: int = 0  # queued, and of the job in hand
     _jobs: OrderedDict[str, tuple[T, int]] = field(default_factory=OrderedDict)
     _in_hand: str | None = None
@@ -72,6 +75,8 @@ class Spool(Generic[T]):
         return done
 
     def _run(self) -> None:
+        if self.yields and sys.platform == "linux":  # elsewhere niceness is the whole process's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closing)

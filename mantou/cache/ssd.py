@@ -36,15 +36,17 @@ class Counters:
     demotions: int = 0  # files queued because memory gave up the last copy
     dropped_spills: int = 0  # the queue was full
     failed_spills: int = 0  # the file system refused
+    skipped_states: int = 0  # on the way, and larger than the columns since the last one
     prefetches: int = 0
     skipped_prefetches: int = 0  # too much read already waits to be used
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
+    """`parts`: the stacks of contiguous columns, which the writer joins: the model thread has no time for copies."""
+
     label: Label
-    stacks: tuple[Stack, ...]
-    demoted: bool
+    parts: tuple[tuple[Stack, ...], ...]
 
 
 class SsdStore:
@@ -69,7 +71,9 @@ class SsdStore:
         self._tickets: dict[bytes, Ticket] = {}  # by the address of the whole prompt
         self._lock = threading.Lock()  # of the tickets; the folder has its own
         self._complained = False
-        self._writer: Spool[Job] = Spool(self._write, max_pending_bytes)
+        self._token_bytes = 0.0  # of the columns, and of a state, that were queued last
+        self._state_bytes = 0
+        self._writer: Spool[Job] = Spool(self._write, max_pending_bytes, yields=True)
         self._reader: Spool[Callable[[], None]] = Spool(lambda read: read(), 0)
         self._writer.start("mantou-ssd-write")
         self._reader.start("mantou-ssd-read")
@@ -86,6 +90,9 @@ class SsdStore:
         """Queues what is not on disk yet. What the queue has no room for is counted and left out."""
         self.spill(key, as_tokens(tokens), row)
 
+    def reach(self, key: CacheKey, tokens: Sequence[int] | Tokens) -> int:
+        return self._folder.find(list(spans(key, as_tokens(tokens))), len(tokens), recurrent=False).num_tokens
+
     def shrink(self, nbytes: int) -> int:
         """Gives back what was read and not taken yet."""
         freed = 0
@@ -97,7 +104,17 @@ class SsdStore:
         return freed
 
     # ------------------------------------------------------------------ down
-    def spill(self, key: CacheKey, tokens: Tokens, row: RowKV, *, demoted: bool = False) -> None:
+    def spill(
+        self,
+        key: CacheKey,
+        tokens: Tokens,
+        row: RowKV,
+        *,
+        pieces: Callable[[int, int], Sequence[Piece]] | None = None,
+        demoted: bool = False,
+    ) -> None:
+        """Queues what is not on disk yet; `pieces` gives the row's columns without joining them."""
+        pieces = pieces or (lambda lo, hi: (row.columns(lo, hi),))
         if self._folder.read_only:
             self.counters.dropped_spills += 1
             return
@@ -107,8 +124,11 @@ class SsdStore:
             label = Label(COLUMNS, text, span.parent, span.address, span.lo, span.tokens)
             if self._known(label, span):
                 continue
-            piece = row.columns(span.lo, span.hi)
-            if piece.lo != span.lo or not self._queue(label, piece.stacks, demoted):
+            found = pieces(span.lo, span.hi)
+            if not found or found[0].lo != span.lo or found[0].lo == found[0].hi:
+                break
+            self._token_bytes = found[0].nbytes / (found[0].hi - found[0].lo)
+            if not self._queue(label, tuple(piece.stacks for piece in found), demoted):
                 break
             self._writer.cancel(lambda job, longer=label: _is_part(job.label, longer))
         if self.recurrent and prompt:
@@ -119,16 +139,25 @@ class SsdStore:
         label = Label(STATE, text, last.parent, last.address, last.lo, last.tokens)
         if label.file_name in self._writer or self._folder.holds(label.file_name):
             return
+        if row.since is not None and not self._worth_a_state(row.since, last.hi):
+            self.counters.skipped_states += 1
+            return
         state = row.state()
         if state is not None and state.num_tokens == last.hi:
-            self._queue(label, state.stacks, demoted)
+            self._state_bytes = state.nbytes
+            self._queue(label, (state.stacks,), demoted)
+
+    def _worth_a_state(self, since: int, here: int) -> bool:
+        """Of states on the way, as many as take no more of the disk than the columns between them."""
+        gap = int(self._state_bytes / self._token_bytes) if self._token_bytes else 0
+        return gap <= blocks.BLOCK or here // gap > since // gap
 
     def _known(self, label: Label, span: Span) -> bool:
         return label.file_name in self._writer or self._folder.covers(span)
 
-    def _queue(self, label: Label, stacks: tuple[Stack, ...], demoted: bool) -> bool:
-        num_bytes = sum(stack.nbytes for stack in stacks)
-        queued = self._writer.put(label.file_name, Job(label, stacks, demoted), num_bytes)
+    def _queue(self, label: Label, parts: tuple[tuple[Stack, ...], ...], demoted: bool) -> bool:
+        num_bytes = sum(stack.nbytes for stacks in parts for stack in stacks)
+        queued = self._writer.put(label.file_name, Job(label, parts), num_bytes)
         self.counters.dropped_spills += not queued
         self.counters.demotions += queued and demoted
         return queued
@@ -139,7 +168,7 @@ class SsdStore:
         if job.label.kind == COLUMNS and self._folder.covers(span):
             return
         try:
-            self._folder.write(job.label, job.stacks)
+            self._folder.write(job.label, blocks.join_stacks(job.parts))
         except (OSError, sqlite3.Error) as error:
             self.counters.failed_spills += 1
             if not self._complained:
@@ -266,6 +295,7 @@ class SsdStore:
                 "spills": counters.spills,
                 "demotions": counters.demotions,
                 "evictions": folder.num_evicted,
+                "skipped_states": counters.skipped_states,
                 "prefetches": counters.prefetches,
                 "skipped_prefetches": counters.skipped_prefetches,
                 "pending_snapshots": len(self._writer),

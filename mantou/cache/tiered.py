@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mantou.cache.blocks import HeldRow, Tokens, as_tokens
+from mantou.cache.blocks import HeldRow, Tokens, as_tokens, join
 from mantou.cache.prefetch import Ticket
 from mantou.cache.ram import RamStore
 from mantou.cache.ssd import SsdStore
@@ -24,8 +24,16 @@ class Stacked:
     held: Hit
     row: RowKV
 
+    @property
+    def since(self) -> int | None:
+        return self.row.since
+
+    def pieces(self, lo: int, hi: int) -> list[Piece]:
+        """Positions [lo, hi), as they are held."""
+        return HeldRow(self.held).pieces(lo, hi) if hi <= self.held.num_tokens else [self.row.columns(lo, hi)]
+
     def columns(self, lo: int, hi: int) -> Piece:
-        return (HeldRow(self.held) if hi <= self.held.num_tokens else self.row).columns(lo, hi)
+        return join(self.pieces(lo, hi))
 
     def state(self) -> State | None:
         return self.held.state or self.row.state()
@@ -57,7 +65,11 @@ class Tiered:
         held = self.memory.held(key, tokens)
         if held is not None and held.num_tokens < len(tokens):
             held = Hit(held.num_tokens, held.pieces)
-        self.disk.put(key, tokens, Stacked(held, row) if held else row)
+        if held is None:
+            self.disk.put(key, tokens, row)
+        else:
+            stacked = Stacked(held, row)
+            self.disk.spill(key, tokens, stacked, pieces=stacked.pieces)
 
     def prefetch(
         self,
@@ -70,6 +82,9 @@ class Tiered:
         hit, num_columns = self.memory.peek(key, tokens)
         num_useful = hit.num_tokens if hit else 0
         return self.disk.prefetch(key, tokens, session, wake, num_columns=num_columns, num_useful=num_useful)
+
+    def reach(self, key: CacheKey, tokens: Sequence[int] | Tokens) -> int:
+        return max(self.memory.reach(key, tokens), self.disk.reach(key, tokens))
 
     def shrink(self, nbytes: int) -> int:
         freed = self.memory.shrink(nbytes)
@@ -104,4 +119,5 @@ class Tiered:
         return Hit(read.num_tokens, (*held.pieces, *read.pieces), read.state)
 
     def _demote(self, key: CacheKey, tokens: Tokens, hit: Hit) -> None:
-        self.disk.spill(key, tokens, HeldRow(hit), demoted=True)
+        row = HeldRow(hit)
+        self.disk.spill(key, tokens, row, pieces=row.pieces, demoted=True)

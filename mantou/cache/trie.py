@@ -19,6 +19,8 @@ from mantou.cache.blocks import Tokens, common_length, cut, join
 from mantou.kv.pieces import Piece, State
 from mantou.protocols import CacheKey
 
+# Edges are lengthened up to so many tokens. Lengthening copies, and in a model's step a copy is a pause.
+MAX_EXTENDED = 64
 OVERHEAD_BYTES = 1024  # what a node costs beside its arrays, so that a budget bounds their number as well
 
 
@@ -129,11 +131,10 @@ def split(node: Node, position: int) -> Node:
     return upper
 
 
-def can_extend(node: Node) -> bool:
-    """Whether a longer prompt may lengthen this edge instead of adding one behind it."""
-    return (
-        not node.children and node.state is None and node.hi % blocks.BLOCK != 0 and node.parent is not None
-    )
+def can_extend(node: Node, num_tokens: int) -> bool:
+    """Whether a prompt that is longer by so much may lengthen this edge instead of adding one behind it."""
+    open_end = not node.children and node.state is None and node.hi % blocks.BLOCK != 0
+    return open_end and node.parent is not None and len(node.tokens) + num_tokens <= MAX_EXTENDED
 
 
 def extend(node: Node, tokens: Tokens, piece: Piece) -> None:

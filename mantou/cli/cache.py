@@ -1,4 +1,4 @@
-"""`mantou cache`: look at an SSD prompt cache, check it, make it smaller. Knows the terminal; no model, no server."""
+"""`mantou cache`: look at an SSD cache, check it, make it smaller. Knows the terminal; no model, no server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ Directory = Annotated[Path, typer.Argument(help="The folder that `mantou serve -
 
 @app.command("ls")
 def ls(directory: Directory) -> None:
-    """Show what is stored, by model, adapters and KV format."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """Show what is stored, by model, adapters and KV format, and the answers in progress."""
+    from mantou.cache import checkpoints
     from mantou.cache.folder import listing
 
     by_key: dict[str, list[int]] = {}
@@ -37,7 +35,18 @@ def ls(directory: Directory) -> None:
         counts[2] = max(counts[2], entry.label.hi)
     if not by_key:
         typer.echo("Nothing is stored.")
-        return
+    else:
+        _show(by_key)
+    answers = checkpoints.listing(directory)
+    if answers:
+        nbytes = sum(size for _, size in answers)
+        typer.echo(f"{len(answers)} answers in progress (generation checkpoints), {nbytes / 1e6:.1f} MB.")
+
+
+def _show(by_key: dict[str, list[int]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     table.add_column("model", overflow="fold")
     for title in ("adapters", "KV", "files", "MB", "longest prefix"):
@@ -56,8 +65,12 @@ def gc(
         str | None,
         typer.Option(help="Also remove the prompts used longest ago until it is this small, e.g. 20GB."),
     ] = None,
+    answers: Annotated[
+        bool, typer.Option("--answers", help="Also remove the answers in progress (generation checkpoints).")
+    ] = False,
 ) -> None:
     """Remove unfinished and broken files. No server may use the folder meanwhile."""
+    from mantou.cache import checkpoints
     from mantou.cache.disk import Disk
     from mantou.cache.folder import Folder, listing
 
@@ -67,9 +80,12 @@ def gc(
         if folder.read_only:
             raise MantouError(f"{directory} cannot be written, so nothing was removed.")
         after = folder.nbytes
+        num_removed = checkpoints.clean(directory, everything=answers)
     finally:
         folder.close()
     typer.echo(f"{max(before - after, 0) / 1e6:.1f} MB freed, {after / 1e6:.1f} MB kept.")
+    if num_removed:
+        typer.echo(f"{num_removed} answers in progress removed.")
 
 
 @app.command("verify")
@@ -78,16 +94,19 @@ def verify(
     fix: Annotated[bool, typer.Option("--fix", help="Remove the files that are broken.")] = False,
 ) -> None:
     """Read every file and compare its checksum. Exits with 1 if one is broken and stays."""
-    from mantou.cache import folder
+    from mantou.cache import checkpoints, folder
 
-    entries = folder.listing(directory)
-    broken = list(folder.verify(directory, entries))
-    for entry, reason in broken:
-        typer.echo(f"{entry.name}: {reason}", err=True)
-    typer.echo(f"{len(entries) - len(broken)} of {len(entries)} files are good.")
+    entries, answers = folder.listing(directory), checkpoints.listing(directory)
+    blocks = directory / folder.BLOCKS_NAME
+    broken = [(blocks / entry.name, reason) for entry, reason in folder.verify(directory, entries)]
+    broken += checkpoints.verify(directory)
+    for path, reason in broken:
+        typer.echo(f"{path.name}: {reason}", err=True)
+    total = len(entries) + len(answers)
+    typer.echo(f"{total - len(broken)} of {total} files are good.")
     if broken and fix:
-        for entry, _ in broken:
-            (directory / folder.BLOCKS_NAME / entry.name).unlink(missing_ok=True)
+        for path, _ in broken:
+            path.unlink(missing_ok=True)
         typer.echo(f"{len(broken)} files removed.")
     elif broken:
         raise typer.Exit(1)

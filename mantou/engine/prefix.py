@@ -1,52 +1,116 @@
-"""When a row's KV is looked up, and when it is offered to the prefix store. Knows no scheduling."""
+"""When a row's KV is looked up, and when it is offered to the prefix store. Knows no scheduling.
+
+Both copy, on the thread that computes. While other rows decode they get their tokens in between: what `allow` leaves
+for a step is used up, in small parts, and the rest waits for the next one.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Tokens
 
+from mantou.data import Request
 from mantou.engine.axes import Axes
 from mantou.engine.counters import Counters
-from mantou.engine.sequence import Sequence
+from mantou.engine.media import stored_tokens
+from mantou.engine.sequence import Copying, Sequence
+from mantou.engine.timing import StepTimes
 from mantou.kv.batch import RowView
+from mantou.kv.pieces import Piece
 from mantou.models.runner import Runner
+from mantou.protocols import CacheKey, Ticket
 
 log = logging.getLogger(__name__)
 
 # New tokens after which a row's KV is offered again: a prompt that is interrupted keeps what was computed, and a
 # sliding window's columns are copied before they are overwritten.
 PUBLISH_EVERY = 256
+# A state where prompts part is kept if it saves at least so many tokens of the next prompt that parts there.
+MIN_GAIN = 64
 
 
 class Prefix:
-    def __init__(self, runner: Runner, axes: Axes, counters: Counters) -> None:
+    def __init__(self, runner: Runner, axes: Axes, counters: Counters, times: StepTimes) -> None:
         self._runner = runner
         self._axes = axes
         self._counters = counters
+        self._times = times
+        self._allowed: float | None = None  # seconds of this step for copies; None = any number
 
     @property
     def keeps_state(self) -> bool:
         """Whether recurrent states are kept, which fit one position only."""
         return self._runner.recurrent and self._axes.store.wants
 
-    def prefetch(self, sequence: Sequence, wake: Callable[[], None]) -> None:
-        """Starts to bring what slow tiers hold of a prompt, while its request waits."""
+    def allow(self, seconds: float | None) -> None:
+        """A step begins: how long the rows that decode may wait for copies in it; None = none does."""
+        self._allowed = seconds
+
+    @property
+    def in_time(self) -> bool:
+        """Whether there is time for another part of a copy; there is for one in every step."""
+        spent = self._times.store_s
+        return self._allowed is None or spent == 0.0 or spent < self._allowed
+
+    def key(self, request: Request) -> CacheKey:
+        """What its numbers depend on now: an adapter's content may be another by the time that it runs."""
+        return self._axes.cache_key(self._axes.adapters.revision(request.adapters))
+
+    def prefetch(self, sequence: Sequence, wake: Callable[[], None]) -> Ticket:
+        """Starts to bring what slow tiers hold of a row's known tokens, while it waits."""
         request = sequence.request
-        key = self._axes.cache_key(self._axes.adapters.revision(request.adapters))
-        sequence.ticket = self._axes.store.prefetch(key, request.prompt, request.session, wake)
+        tokens = stored_tokens(sequence.tokens, request.media)
+        return self._axes.store.prefetch(self.key(request), tokens, request.session, wake)
 
     def reuse(self, sequence: Sequence) -> None:
-        """Fills a fresh row with what is stored of its prompt."""
+        """Begins to fill a fresh row with what is stored of its prompt."""
+        with self._times.store():
+            self._reuse(sequence)
+
+    def restore(self, sequence: Sequence) -> None:
+        """Goes on with that: to the end, or as far as this step's time goes."""
+        with self._times.store():
+            for _ in sequence.restoring or ():
+                if self._allowed is not None:
+                    self._runner.wait()
+                    if not self.in_time:
+                        return
+            sequence.restoring = None
+
+    def _reuse(self, sequence: Sequence) -> None:
         request = sequence.request
-        # The adapters' content may have changed while the request waited, and with it the key.
-        sequence.cache_key = self._axes.cache_key(self._axes.adapters.revision(request.adapters))
+        sequence.cache_key = self.key(request)
         self._counters.prefix_queries += sequence.num_prompt
-        hit = self._axes.store.match(sequence.cache_key, request.prompt, request.session)
+        tokens = stored_tokens(sequence.tokens, request.media)
+        hit = self._axes.store.match(sequence.cache_key, tokens, request.session)
+        if self.keeps_state:
+            sequence.marks = self._marks(request, tokens, sequence.cache_key, hit.num_tokens if hit else 0)
         if hit is not None:
-            self._runner.kv.fill(sequence.slot, hit)
-            sequence.num_kv = sequence.num_cached = sequence.num_published = hit.num_tokens
-            self._counters.prefix_hits += hit.num_tokens
-            self._counters.cached_tokens += hit.num_tokens
+            sequence.restoring = self._runner.kv.filling(lambda: sequence.slot, hit)
+            sequence.num_kv = sequence.num_published = hit.num_tokens
+            sequence.num_cached = min(hit.num_tokens, sequence.num_prompt)  # not an answer that is taken up
+            self._counters.prefix_hits += sequence.num_cached
+            self._counters.cached_tokens += sequence.num_cached
+
+    def _marks(self, request: Request, tokens: Tokens[int], key: CacheKey, reused: int) -> tuple[int, ...]:
+        """Where other prompts are likely to part from this one: at the ends of messages, and where it left the stored
+        one that it has most in common with."""
+        marks = {at for at in request.boundaries if reused < at < len(request.prompt) - 1}
+        common = self._axes.store.reach(key, tokens)
+        if reused + MIN_GAIN <= common < len(request.prompt) - 1:
+            marks.add(common)
+        return tuple(sorted(marks))
+
+    def until_state(self, row: Sequence, num_tokens: int) -> int:
+        """How many of the next `num_tokens` run at once, as states fit one position only. The last token of a prompt
+        runs on its own, so that the state before it is there when the same prompt comes again."""
+        if not self.keeps_state:
+            return num_tokens
+        until = [at - row.num_kv for at in row.marks if row.num_kv < at <= row.num_kv + num_tokens]
+        if until:
+            return until[0]
+        return num_tokens - 1 if num_tokens == row.num_pending else num_tokens
 
     def publish_progress(self, running: Iterable[Sequence]) -> None:
         """Offers prompts when they are complete, and long rows on the way."""
@@ -56,16 +120,74 @@ class Prefix:
             fresh = row.num_kv - row.num_published
             prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
             now_or_never = fresh + self._runner.max_width > self._runner.kv.num_kept_columns  # a ring wraps
-            due = fresh >= PUBLISH_EVERY or now_or_never or prompt_done
-            if row.finish is None and fresh > 0 and due:
-                self.publish(row)
+            ends = prompt_done or row.num_kv in row.marks
+            due = fresh >= PUBLISH_EVERY or ends
+            if row.finish is not None or row.restoring is not None or fresh <= 0:
+                continue
+            if now_or_never or (due and self._at_once):
+                self.publish(row, passing=not ends)
+            elif (due or row.copying is not None) and self.in_time:
+                self._copy_block(row)
 
-    def publish(self, row: Sequence) -> None:
-        """Offers the row's KV under the tokens it really holds."""
-        if self._axes.store.wants and row.num_kv > row.num_published and row.cache_key is not None:
-            view = RowView(self._runner.kv, row.slot)
+    def publish_rest(self, row: Sequence) -> bool:
+        """Offers what an ended row holds, as far as this step's time goes. False: the row has to stay for the next."""
+        if self._at_once or not self._axes.store.wants or row.cache_key is None:
+            self.publish(row)
+            return True
+        while row.num_published < row.num_kv:
+            if not self._copy_block(row):
+                return False
+        return True
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether a copy is made in one go: a state fits one position only, and where no row decodes nobody waits."""
+        return self.keeps_state or self._allowed is None
+
+    def _copy_block(self, row: Sequence) -> bool:
+        """Goes on with copying a row's next columns, up to the end of their block; then offers them, and is True."""
+        with self._times.store():
+            if row.copying is None:
+                lo, kv = row.num_published, self._runner.kv
+                hi = min(row.num_kv, (lo // PUBLISH_EVERY + 1) * PUBLISH_EVERY)
+                row.copying = Copying(hi, kv.copying(lambda: row.slot, lo, hi))
+            hi = row.copying.hi
             try:
-                self._axes.store.put(row.cache_key, row.held, view, row.request.session)
-            except Exception:  # the boundary: what is not kept costs a later prefill, but not this answer
-                log.exception("the prefix store did not keep request %s", row.id)
-            row.num_published = row.num_kv
+                piece = self._copied(row.copying.parts)
+            except Exception:  # the boundary, as in _put
+                log.exception("the prefix store did not get a copy of request %s", row.id)
+                row.num_published, row.copying = hi, None
+                return True
+            if piece is not None:
+                row.copying = None
+                self._put(row, hi, RowView(self._runner.kv, row.slot, copied=piece))
+        return piece is not None
+
+    def _copied(self, parts: Iterator[Piece | None]) -> Piece | None:
+        """What is copied once all parts are done; None if this step's time is over before."""
+        for piece in parts:
+            if piece is not None or not self.in_time:
+                return piece
+        return None
+
+    def publish_little(self, row: Sequence) -> None:
+        """Offers a row on the way, unless that is more than others should wait for."""
+        if self._at_once or self.in_time or row.num_kv - row.num_published <= PUBLISH_EVERY:
+            self.publish(row, passing=True)
+
+    def publish(self, row: Sequence, *, passing: bool = False) -> None:
+        """Offers the row's KV under the tokens it really holds; `passing`: it is on the way, and nothing ends here."""
+        if self._axes.store.wants and row.num_kv > row.num_published and row.cache_key is not None:
+            row.copying = None
+            view = RowView(self._runner.kv, row.slot, row.num_published if passing else None)
+            with self._times.store():
+                self._put(row, row.num_kv, view)
+
+    def _put(self, row: Sequence, num_tokens: int, view: RowView) -> None:
+        assert row.cache_key is not None
+        try:
+            tokens = stored_tokens(row.held, row.request.media)[:num_tokens]
+            self._axes.store.put(row.cache_key, tokens, view, row.request.session)
+        except Exception:  # the boundary: what is not kept costs a later prefill, but not this answer
+            log.exception("the prefix store did not keep request %s", row.id)
+        row.num_published = num_tokens

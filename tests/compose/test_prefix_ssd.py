@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mantou.cache.disk import Disk
 from mantou.cache.ram import RamStore
 from mantou.cache.ssd import SsdStore
 from mantou.cache.tiered import Tiered
@@ -105,3 +109,42 @@ def test_damaged_files_cost_time_and_no_token(family: str, restart: Any, tmp_pat
     for _ in files:  # each run finds the next bad file, and writes again what is missing
         _, cached = serve(family, restart(family), request)
     assert cached == 599
+
+
+class Moody(Disk):
+    """Fails now and then, in reading and in writing, as a full or a dying device does."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(3)
+        self.num_failures = 0
+
+    def _maybe(self, error: int) -> None:
+        if self.dice.random() < 0.4:
+            self.num_failures += 1
+            raise OSError(error, os.strerror(error))
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        self._maybe(self.dice.choice([errno.ENOSPC, errno.EIO]))
+        super().write(path, parts)
+
+    def read(self, path: Path) -> bytearray:
+        self._maybe(errno.EIO)
+        return super().read(path)
+
+    def remove(self, path: Path) -> None:
+        self._maybe(errno.EIO)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_a_disk_that_fails_now_and_then_costs_no_token(family: str, tmp_path: Path) -> None:
+    disk, recurrent = Moody(), family in RECURRENT
+    request = turn("a", words(56, 600))
+    for _ in range(4):
+        memory = RamStore(300_000, recurrent=recurrent)
+        store = Tiered(memory, SsdStore(tmp_path / "cache", 1 << 30, recurrent=recurrent, disk=disk))
+        serve(family, store, request)  # which compares its tokens with the cold run's
+        serve(family, store, turn("b", (*words(56, 400), *words(57, 30))))
+        memory.check_integrity()
+        store.close()
+    assert disk.num_failures > 3

@@ -1,7 +1,8 @@
 """Children that write to an SSD cache and die at a given point. Run as a script: it forks, because starting Python a
 hundred times would take minutes. It starts no thread and runs nothing of MLX before it forks.
 
-    python cache_crash.py FOLDER SEED...      one child a seed; prints one JSON line for each
+    python cache_crash.py FOLDER SEED...              one child a seed; prints one JSON line for each
+    python cache_crash.py --in-place FOLDER SEED...   the planted fault: files are written under their own names
 """
 
 from __future__ import annotations
@@ -59,8 +60,23 @@ class Deadly(Disk):
         self.point()
 
 
-def child(folder: Path, seed: int, at: int, report: int) -> None:
-    store = SsdStore(folder, MAX_BYTES, recurrent=True, disk=Deadly(at, report))
+class InPlace(Deadly):
+    """What a disk must not do."""
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> None:
+        with path.open("wb") as file:
+            for part in parts:
+                view = memoryview(part)
+                for lo in range(0, len(view), max(len(view) // 3, 1)):
+                    self.point()
+                    file.write(view[lo : lo + max(len(view) // 3, 1)])
+                    file.flush()
+            os.fsync(file.fileno())
+        self.point()
+
+
+def child(folder: Path, seed: int, disk: Disk) -> None:
+    store = SsdStore(folder, MAX_BYTES, recurrent=True, disk=disk)
     for number in range(seed * 4, seed * 4 + 4):
         tokens = prompt(number)
         for end in {len(tokens) // 2, len(tokens)} - {0}:
@@ -68,7 +84,7 @@ def child(folder: Path, seed: int, at: int, report: int) -> None:
     store.close()
 
 
-def run(folder: Path, seed: int) -> dict[str, Any]:
+def run(folder: Path, seed: int, kind: type[Deadly] = Deadly) -> dict[str, Any]:
     """Even seeds die at a counted point, odd ones are killed from outside once so many points were passed."""
     at = random.Random(seed).randrange(1, NUM_POINTS)
     reader, writer = os.pipe()
@@ -76,7 +92,7 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
     if pid == 0:
         os.close(reader)
         try:
-            child(folder, seed, at if seed % 2 == 0 else -1, writer)
+            child(folder, seed, kind(at if seed % 2 == 0 else -1, writer))
         finally:
             os._exit(0)
     os.close(writer)
@@ -92,5 +108,7 @@ def run(folder: Path, seed: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[2:]:
-        print(json.dumps(run(Path(sys.argv[1]), int(argument))), flush=True)
+    in_place = sys.argv[1] == "--in-place"
+    where, *seeds = sys.argv[1 + in_place :]
+    for number in map(int, seeds):
+        print(json.dumps(run(Path(where), number, InPlace if in_place else Deadly)), flush=True)

@@ -34,6 +34,8 @@ class Row:
     has_columns: bool = True
     first_column: int = 0
     width: int = 1
+    since: int | None = None
+    state_width: int = 1
     copied: list[tuple[int, int]] = field(default_factory=list)
 
     def columns(self, lo: int, hi: int) -> Piece:
@@ -50,7 +52,8 @@ class Row:
         if not self.recurrent:
             return None
         mark = fingerprints(self.tokens, self.key)[-1:]
-        return State(len(self.tokens), (Stack(mark.reshape(1, 1, 1).copy(), "uint32", ((2, 0),)),))
+        data = np.repeat(mark, self.state_width).reshape(1, 1, -1)
+        return State(len(self.tokens), (Stack(data, "uint32", ((2, 0),)),))
 
 
 def check(hit: Hit, tokens: Sequence[int], key: CacheKey = KEY, *, recurrent: bool = False) -> None:

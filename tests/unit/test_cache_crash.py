@@ -1,17 +1,23 @@
-"""A hundred processes are killed at random points of writing. Afterwards every prompt restores exactly, or misses."""
+"""A hundred processes are killed at random points of writing. Afterwards every prompt restores exactly, or misses.
+
+MANTOU_KILLS sets another number of them.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from mantou.cache.ssd import SsdStore
 from tests.unit.cache_crash import MAX_BYTES, prompt
 from tests.unit.cache_rows import KEY, check
 
-NUM_KILLS = 100
+NUM_KILLS = int(os.environ.get("MANTOU_KILLS", "100"))
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,19 +25,35 @@ def test_killed_processes_leave_nothing_wrong_behind(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     restored = killed = 0
     for first in range(0, NUM_KILLS, 10):
-        seeds = range(first, first + 10)
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.cache_crash", str(folder), *map(str, seeds)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-        killed += sum(json.loads(line)["killed"] for line in done.stdout.splitlines())
+        killed += kill(folder, range(first, first + 10))
         restored += look(folder, range(first * 4, first * 4 + 40))
     assert killed >= NUM_KILLS * 0.8
     assert restored >= NUM_KILLS // 10, "a cache that is always empty is never wrong"
+
+
+def test_files_written_under_their_own_names_are_noticed(tmp_path: Path) -> None:
+    """Proof that the test above can fail."""
+
+    def kill_and_look() -> None:
+        for first in range(0, 40, 10):
+            kill(tmp_path / "cache", range(first, first + 10), "--in-place")
+            look(tmp_path / "cache", range(first * 4, first * 4 + 40))
+
+    with pytest.raises(AssertionError):
+        kill_and_look()
+
+
+def kill(folder: Path, seeds: range, *flags: str) -> int:
+    """How many of the children died before they were done."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.cache_crash", *flags, str(folder), *map(str, seeds)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return sum(json.loads(line)["killed"] for line in done.stdout.splitlines())
 
 
 def look(folder: Path, prompts: range) -> int:
