@@ -8,12 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mantou.api.faults import RequestFailed
-from mantou.data import Request, TextEvent, TokenEvent, TokenLogprobs, ToolCall, ToolDelta, Usage
+from mantou.data import (
+    FillUsage,
+    Request,
+    SpeculationUsage,
+    TextEvent,
+    TokenEvent,
+    TokenLogprobs,
+    ToolCall,
+    ToolDelta,
+    Usage,
+)
 from mantou.errors import MantouError, QueueFull
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded, Service
     from mantou.chat.reasoning import ReasoningFormat
+    from mantou.chat.tools import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,8 @@ class RowPlan:
     reasoning: ReasoningFormat | None = None
     reasoning_open: bool = False
     prompt: int = 0  # which prompt of the body it answers; answers to one prompt bill it once
+    tools: ToolUse | None = None
+    continues: bool = False  # the answer goes on in the prompt's last text, not after a turn's header
 
 
 @dataclass(slots=True)
@@ -35,9 +48,11 @@ class Answer:
     reasoning: list[str] = field(default_factory=list[str])
     tools: list[ToolDelta] = field(default_factory=list[ToolDelta])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    events: list[TextEvent] = field(default_factory=list[TextEvent])  # as they came, in order
     finish: str | None = None
 
     def add(self, event: TextEvent) -> None:
+        self.events.append(event)
         if event.text:
             self.text.append(event.text)
         if event.reasoning:
@@ -71,14 +86,19 @@ class _Row:
         from mantou.chat.stream import TextStream
 
         self._stream = TextStream(
-            loaded.tokenizer, stop=plan.stop, reasoning=plan.reasoning, reasoning_open=plan.reasoning_open
+            loaded.tokenizer,
+            stop=plan.stop,
+            reasoning=plan.reasoning,
+            reasoning_open=plan.reasoning_open,
+            tools=plan.tools,
+            after=plan.request.prompt if plan.continues else (),
         )
         self._stopped: TextEvent | None = None
         self._seen_at: float | None = None
 
     @property
     def stopping(self) -> bool:
-        """A stop string has ended the text, and the engine has not said its last word yet."""
+        """The text has ended (a stop string, the only tool call), and the engine has not said its last word yet."""
         return self._stopped is not None and self.usage is None
 
     def feed(self, event: TokenEvent) -> TextEvent | None:
@@ -89,7 +109,11 @@ class _Row:
             raise RequestFailed(event.error or "The server stopped this request before it was finished.")
         text = self._stream.feed(event)
         if event.finish is not None:
-            self.usage = text.usage or Usage(len(self.plan.request.prompt), self._stream.num_tokens)
+            self.usage = text.usage or Usage(
+                len(self.plan.request.prompt),
+                self._stream.num_tokens,
+                reasoning_tokens=self._stream.num_reasoning_tokens,
+            )
             return replace(text, usage=self.usage)
         if text.finish is None:
             return text
@@ -97,12 +121,18 @@ class _Row:
         return replace(text, finish=None)
 
     def _end_stopped(self, event: TokenEvent) -> TextEvent | None:
-        """The engine may have run past the stop string; only the tokens up to it count."""
+        """The engine may have run past the end of the text; only the tokens up to it count."""
         if event.finish is None or self._stopped is None:
             return None
         spent = event.usage or Usage(len(self.plan.request.prompt), 0)
-        self.usage = replace(spent, completion_tokens=self._stream.num_tokens)
-        return TextEvent(finish="stop", stop_sequence=self._stopped.stop_sequence, usage=self.usage)
+        self.usage = replace(
+            spent,
+            completion_tokens=self._stream.num_tokens,
+            reasoning_tokens=self._stream.num_reasoning_tokens,
+        )
+        return TextEvent(
+            finish=self._stopped.finish, stop_sequence=self._stopped.stop_sequence, usage=self.usage
+        )
 
     def since_last(self, now: float) -> float | None:
         """Seconds since the last tokens, None for the first."""
@@ -172,7 +202,7 @@ class Generation:
                 self._metrics.finished["error"] += 1
                 raise
             if row.stopping:
-                self._engine.cancel(event.request_id)
+                self._engine.cancel(event.request_id, "stop")
             if row.usage is not None:
                 self._end(event.request_id, text, now)
             if text is not None:
@@ -202,6 +232,9 @@ class Generation:
             completion_tokens=sum(usage.completion_tokens for _, usage in ended),
             cached_tokens=sum(usage.cached_tokens for usage in first.values()),
             lane=ended[0][1].lane,
+            speculation=SpeculationUsage.sum([usage.speculation for _, usage in ended]),
+            fill=FillUsage.sum([usage.fill for _, usage in ended]),
+            reasoning_tokens=sum(usage.reasoning_tokens for _, usage in ended),
         )
 
     def _measure(self, row: _Row, num_tokens: int, now: float) -> None:
@@ -214,4 +247,7 @@ class Generation:
     def _end(self, request_id: str, text: TextEvent | None, now: float) -> None:
         self._running.discard(request_id)
         self._metrics.end_to_end_s.observe(now - self._arrived)
-        self._metrics.finished[text.finish if text is not None and text.finish else "stop"] += 1
+        finish = text.finish if text is not None and text.finish else "stop"
+        if finish == "tool_calls":  # the model stopped all the same
+            finish = "stop"
+        self._metrics.finished[finish] += 1

@@ -18,13 +18,21 @@ from mantou.api.fields import (
     Text,
     kind_of,
     properties,
-    wrong,
 )
 from mantou.api.generation import Answer
-from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
+from mantou.api.generation_fields import PREDICTION, TABLE, GenerationAsk, read_generation
 from mantou.api.openai_logprobs import chat_logprobs
 from mantou.api.openai_messages import num_characters, read_messages, read_tools
-from mantou.api.openai_wire import UNSET, ChatChoice, ChatCompletion, ChatMessage, encode, usage_body
+from mantou.api.openai_tools import ToolChoice, calls_body, delta_body, offered_tools, read_tool_choice
+from mantou.api.openai_wire import (
+    UNSET,
+    ChatChoice,
+    ChatCompletion,
+    ChatFinish,
+    ChatMessage,
+    encode,
+    usage_body,
+)
 from mantou.api.planning import Head, Job, RowOptions, plan_rows
 from mantou.api.sse import DONE
 from mantou.data import Message, TextEvent, Usage
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 MAX_TOP_LOGPROBS = 20
+_FINISHES: Mapping[str, ChatFinish] = {"length": "length", "tool_calls": "tool_calls"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +53,18 @@ class ChatAsk:
 
     generation: GenerationAsk
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]  # that may be called
+    tool_choice: ToolChoice
+    parallel_tools: bool
     template_kwargs: Mapping[str, Any]
     effort: str | None
     logprobs: bool
     top_logprobs: int
+    prediction: str = ""
 
     @property
     def num_characters(self) -> int:
         return num_characters(self.messages)
-
-
-def _tool_choice(value: Any, name: str) -> str:
-    if isinstance(value, dict):
-        return "named"
-    if not isinstance(value, str):
-        raise wrong(name, "a string or an object", value)
-    if value not in ("none", "auto", "required"):
-        raise BadRequest(f"{name} must be none, auto, required or a named function.", param=name)
-    return value
 
 
 def _response_format(value: Any, name: str) -> None:
@@ -81,8 +83,12 @@ _MESSAGES = Shaped(
 )
 _TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
 _TOOL_CHOICE = Shaped(
-    "tool_choice", "`none` leaves the tools out.", _tool_choice, {"type": ["string", "object", "null"]}
+    "tool_choice",
+    "`none` leaves the tools out; `required` or a named function asks for a call; `allowed_tools` leaves others out.",
+    read_tool_choice,
+    {"type": ["string", "object", "null"]},
 )
+_PARALLEL = Boolean("parallel_tool_calls", "false: the answer ends with its first call.")
 _KWARGS = Object("chat_template_kwargs", "Further variables for the chat template, such as enable_thinking.")
 _EFFORT = Text(
     "reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS
@@ -96,11 +102,13 @@ _OWN: tuple[Field[Any], ...] = (
     _MESSAGES,
     _TOOLS,
     _TOOL_CHOICE,
+    _PARALLEL,
     _KWARGS,
     _EFFORT,
     _FORMAT,
     _LOGPROBS,
     _TOP_LOGPROBS,
+    PREDICTION,
 )
 
 
@@ -116,15 +124,19 @@ class OpenAIChat:
             raise BadRequest("messages is missing; send a list with at least one message.", param="messages")
         _FORMAT.read(body)
         top = max(_TOP_LOGPROBS.read(body) or 0, 0)
-        tools = _TOOLS.read(body) or ()
+        choice = _TOOL_CHOICE.read(body) or ToolChoice()
+        tools = offered_tools(choice, _TOOLS.read(body) or ())
         return ChatAsk(
             generation=read_generation(body, headers),
             messages=messages,
-            tools=() if _TOOL_CHOICE.read(body) == "none" else tools,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tools=_PARALLEL.read(body) is not False,
             template_kwargs=_KWARGS.read(body) or {},
             effort=_EFFORT.read(body),
             logprobs=(_LOGPROBS.read(body) or False) or top > 0,
             top_logprobs=top,
+            prediction=PREDICTION.read(body) or "",
         )
 
     def plan(self, ask: ChatAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
@@ -144,6 +156,11 @@ class OpenAIChat:
             reasoning=loaded.template.reasoning,
             logprobs=ask.logprobs,
             top_logprobs=ask.top_logprobs,
+            prediction=ask.prediction,
+            tools=ask.tools,
+            parallel_tools=ask.parallel_tools,
+            tool_choice=ask.tool_choice.kind if ask.tool_choice.kind != "none" else "auto",
+            tool_name=ask.tool_choice.name,
         )
         rows = plan_rows(ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id)
         return Job(rows, ChatEncoder(head, ask, loaded))
@@ -188,17 +205,22 @@ class ChatEncoder:
         return self._chunk(index, b'"role":"assistant","content":""')
 
     def text(self, index: int, event: TextEvent) -> bytes:
-        if event.text and not event.reasoning and not self._ask.logprobs:
+        if event.text and not event.reasoning and not event.tools and not self._ask.logprobs:
             return self._plain_before[index] + encode(event.text) + self._plain_after
-        delta: list[bytes] = []
+        said: list[bytes] = []
         if event.reasoning:
-            delta.append(b'"reasoning":' + encode(event.reasoning))
+            reasoning = encode(event.reasoning)
+            said.append(b'"reasoning":%b,"reasoning_content":%b' % (reasoning, reasoning))
         if event.text:
-            delta.append(b'"content":' + encode(event.text))
-        if not delta and not event.logprobs:
+            said.append(b'"content":' + encode(event.text))
+        deltas = [b'"tool_calls":[%b]' % encode(delta_body(delta)) for delta in event.tools]
+        if said or (event.logprobs and not deltas):
+            deltas.insert(0, b",".join(said))
+        if not deltas:
             return b""
         logprobs = encode(chat_logprobs(self._tokenizer, event.logprobs)) if self._ask.logprobs else b"null"
-        return self._chunk(index, b",".join(delta), logprobs)
+        first = self._chunk(index, deltas[0], logprobs)
+        return first + b"".join([self._chunk(index, delta) for delta in deltas[1:]])
 
     def finish(self, index: int, reason: str, usage: Usage | None) -> bytes:
         """Without stream_options, usage rides on the last chunk, so that no client has to ask for it."""
@@ -226,10 +248,16 @@ class ChatEncoder:
         )
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
-        reasoning = "".join(answer.reasoning)
-        message = ChatMessage(role="assistant", content="".join(answer.text), reasoning=reasoning or UNSET)
+        text, reasoning, calls = "".join(answer.text), "".join(answer.reasoning) or UNSET, answer.calls()
+        message = ChatMessage(
+            role="assistant",
+            content=None if calls and not text else text,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=calls_body(calls) or UNSET,
+        )
         logprobs = chat_logprobs(self._tokenizer, answer.logprobs) if self._ask.logprobs else None
-        return ChatChoice(index, message, logprobs, "length" if answer.finish == "length" else "stop")
+        return ChatChoice(index, message, logprobs, _FINISHES.get(answer.finish or "stop", "stop"))
 
     def _chunk(self, index: int, delta: bytes, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
         choice = b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b}' % (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from mantou.api.fields import check_depth, kind_of
+from mantou.api.volatile import without_volatile
 from mantou.data import Message, ToolCall
 from mantou.errors import BadRequest
 
@@ -86,6 +87,8 @@ def _message(value: Any, where: str) -> Message:
         raise BadRequest(
             f"{where}.content is missing; it must be a string or a list of parts.", param=f"{where}.content"
         )
+    if role == "system" and content is not None:
+        content = without_volatile(content)
     assistant = role == "assistant"
     reasoning = _text(entry, "reasoning", where) or _text(entry, "reasoning_content", where)
     return Message(

@@ -10,13 +10,34 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from mantou.data import Usage
+from mantou.data import FillUsage, SpeculationUsage, Usage
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]  # of a completion
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(Struct):
     cached_tokens: int
+
+
+class SpeculationBody(Struct, rename="camel"):
+    """Drafts of one answer. The first four do not count copies made by fill, the last three do."""
+
+    drafted: int
+    accepted: int
+    acceptance_histogram: list[int]  # [n]: rounds of which n tokens stayed
+    rounds: int
+    target_calls: int
+    tokens_per_forward: float
+    forwards_saved: int
+
+
+class FillBody(Struct, rename="camel"):
+    injected: int
+    decode_steps: int
+    verify_accepted: int
+    verify_rejected: int
+    wasted_samples: int
 
 
 class UsageBody(Struct):
@@ -25,6 +46,8 @@ class UsageBody(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     lane: str
+    speculation: SpeculationBody | UnsetType = UNSET
+    fill: FillBody | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -45,18 +68,45 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class Function(Struct):
+    name: str
+    arguments: str  # JSON
+
+
+class Call(Struct):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionDelta(Struct, omit_defaults=True):
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class CallDelta(Struct, omit_defaults=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta | UnsetType = UNSET
+
+
 class ChatMessage(Struct):
+    """Reasoning has two names: clients disagree on which one they read."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: str | None = None
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[Call] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinish
 
 
 class ChatCompletion(Struct):
@@ -73,13 +123,15 @@ class ChatDelta(Struct, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(Struct):
@@ -154,4 +206,23 @@ def usage_body(usage: Usage) -> UsageBody:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
         lane=usage.lane,
+        speculation=_speculation(usage.speculation) if usage.speculation else UNSET,
+        fill=_fill(usage.fill) if usage.fill else UNSET,
     )
+
+
+def _speculation(spent: SpeculationUsage) -> SpeculationBody:
+    return SpeculationBody(
+        drafted=spent.drafted,
+        accepted=spent.accepted,
+        acceptance_histogram=list(spent.histogram),
+        rounds=sum(spent.histogram),
+        target_calls=spent.target_calls,
+        tokens_per_forward=round(spent.tokens / max(spent.target_calls, 1), 3),
+        forwards_saved=spent.tokens - spent.target_calls,
+    )
+
+
+def _fill(spent: FillUsage) -> FillBody:
+    # A sure span is appended in place of a draw, so no sample is ever thrown away.
+    return FillBody(spent.injected, spent.decode_steps, spent.verify_accepted, spent.verify_rejected, 0)

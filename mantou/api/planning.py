@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mantou.api import defaults
 from mantou.api.generation import Answer, RowPlan
@@ -66,6 +66,11 @@ class RowOptions:
     reasoning: ReasoningFormat | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    prediction: str = ""  # text that the answer is expected to repeat
+    tools: Sequence[Mapping[str, Any]] = ()  # OpenAI's function tools that may be called; () = none
+    parallel_tools: bool = True  # False: the answer ends with its first call
+    tool_choice: Literal["auto", "required", "named"] = "auto"  # required: at least one call
+    tool_name: str | None = None  # the tool that must be called, where one is named
 
 
 def plan_rows(
@@ -88,7 +93,12 @@ def plan_rows(
         )
     _check_bias(ask, loaded.info.vocab_size)
     _check_adapters(ask, loaded.info.extra.get("adapters", ()))
+    _check_speculation(ask, loaded.info.extra.get("draft_kinds", ()))
     seed = ask.seed if ask.seed is not None else secrets.randbits(32)
+    tools = None
+    if options.tools or options.reasoning is not None:  # raw text has neither
+        tools = loaded.template.tool_use(options.tools, parallel=options.parallel_tools)
+    prediction = tuple(loaded.tokenizer.encode(options.prediction, add_special_tokens=False))
     rows: list[RowPlan] = []
     for number, prompt in enumerate(prompts):
         limit = defaults.max_tokens(ask, config.defaults, _room(prompt, loaded, config))
@@ -111,8 +121,16 @@ def plan_rows(
                 eos=loaded.tokenizer.eos,
                 adapters=ask.adapters,
                 session=ask.session,
+                speculation=ask.speculation,
+                prediction=prediction,
+                seeded=ask.seed is not None,
+                choice=choice,
+                boundaries=prompt.boundaries,
+                stop=ask.stop,
             )
-            rows.append(RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number))
+            rows.append(
+                RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number, tools=tools)
+            )
     return tuple(rows)
 
 
@@ -121,10 +139,16 @@ def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:
     room = context - len(prompt.tokens)
     if room <= 0:
         raise ContextOverflow(
-            f"The prompt has {len(prompt.tokens)} tokens, but the context holds {context} with the answer; "
-            "shorten the prompt or use a model with a longer context."
+            f"The prompt has {len(prompt.tokens)} tokens, but the context holds {context} with the answer"
+            f"{_because(loaded)}; shorten the prompt or use a model with a longer context."
         )
     return room
+
+
+def _because(loaded: Loaded) -> str:
+    """Why the context is shorter than the model's own, if it is."""
+    reason = loaded.info.extra.get("context_reason")
+    return f" ({reason})" if reason else ""
 
 
 def _check_bias(ask: GenerationAsk, vocab_size: int) -> None:
@@ -134,6 +158,15 @@ def _check_bias(ask: GenerationAsk, vocab_size: int) -> None:
                 f"logit_bias names token {token}, but the vocabulary ends at {vocab_size - 1}.",
                 param="logit_bias",
             )
+
+
+def _check_speculation(ask: GenerationAsk, kinds: Collection[str]) -> None:
+    kind = ask.speculation.kind
+    if kind is not None and kind != "off" and kind not in kinds:
+        raise BadRequest(
+            f"speculation.kind {kind!r} is not available; this server has {', '.join(kinds) or 'none'}.",
+            param="speculation.kind",
+        )
 
 
 def _check_adapters(ask: GenerationAsk, mounted: Collection[str]) -> None:

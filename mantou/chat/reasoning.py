@@ -13,7 +13,8 @@ class ReasoningFormat:
 
     With `ids`, the tags are special tokens: they are recognised by id, anywhere, and never by their
     spelling. Without, they are text, and an opening tag counts only at the start of the answer: a model that
-    explains the tag in its answer does not hide the rest of it.
+    explains the tag in its answer does not hide the rest of it. `marked`: a tool format that frames whole answers
+    writes the marks below in place of the tags.
     """
 
     name: str
@@ -21,6 +22,7 @@ class ReasoningFormat:
     close: str
     header: str = ""
     ids: tuple[int, int] | None = None
+    marked: bool = False
 
 
 FORMATS = (
@@ -74,7 +76,7 @@ class ReasoningSplitter:
 
     def __init__(self, form: ReasoningFormat, *, opened: bool) -> None:
         """`opened`: the prompt ends inside a reasoning block."""
-        self._by_id = form.ids is not None
+        self._by_id = form.marked or form.ids is not None
         self._open, self._close = (OPEN_MARK, CLOSE_MARK) if self._by_id else (form.open, form.close)
         self._header = form.header
         self._held = ""  # the beginning of a tag or of a header, perhaps
@@ -83,6 +85,11 @@ class ReasoningSplitter:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._state: Callable[[str], str] = self._reasoning_start if opened else self._answer_start
+
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
+        return self._state in (self._header_start, self._reasoning_start, self._inside)
 
     def feed(self, text: str) -> tuple[str, str]:
         """(content, reasoning) that became certain."""
@@ -93,8 +100,7 @@ class ReasoningSplitter:
 
     def flush(self) -> tuple[str, str]:
         """The end of the answer: what was withheld."""
-        inside = self._state in (self._header_start, self._reasoning_start, self._inside)
-        if inside:
+        if self.inside:
             self._reason(self._held)
         else:
             self._content += [*self._spaces, self._held]

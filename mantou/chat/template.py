@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from mantou.chat.habits import Habits, find_habits, with_types
 from mantou.chat.reasoning import ReasoningFormat, detect
 from mantou.chat.sandbox import Template
 from mantou.chat.tokenizer import Tokenizer, read_json
-from mantou.data import Message, Prompt, ToolCall
+from mantou.chat.tools import ToolFormat, ToolUse, named
+from mantou.chat.tools import detect as detect_tools
+from mantou.data import Message, Prompt
 from mantou.errors import BadRequest, ModelError
 
 FALLBACK = (
@@ -20,9 +22,13 @@ FALLBACK = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 FALLBACK_NOTE = "The model has no chat template (a base model?): chats are sent as plain 'ROLE: text' lines."
+UNKNOWN_TOOLS_NOTE = (
+    "The chat template does not show how this model writes tool calls: JSON in <tool_call> tags is expected; "
+    "--tool-parser names another format."
+)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-_NUM_LAST_BOUNDARIES = 16  # message ends looked for from the end; each costs a rendering
+_NUM_LAST_BOUNDARIES = 2  # message ends looked for from the end; each costs a rendering
 _CONTINUED = "\ufdd2continued\ufdd2"  # marks where a continued text ends; no document contains noncharacters
 
 
@@ -31,13 +37,22 @@ class ChatTemplate:
 
     Attributes
         reasoning: how this model marks its reasoning, None if it does not
+        tool_format: how this model writes tool calls, None if it is not known
         supports_thinking: the template has a switch for reasoning
         supports_tools: the template (or its variant for tools) writes tool definitions
         notes: what a user must know, for the ready card
+        finds_boundaries: whether renders look for the ends of messages, where a recurrent state is worth keeping
     """
 
-    def __init__(self, sources: Mapping[str, str], tokenizer: Tokenizer) -> None:
-        """`sources`: variant name -> Jinja source, with a "default"; empty = FALLBACK. Raises ModelError."""
+    def __init__(
+        self, sources: Mapping[str, str], tokenizer: Tokenizer, tool_parser: str | None = None
+    ) -> None:
+        """`sources`: variant name -> Jinja source, with a "default"; empty = FALLBACK.
+
+        tool_parser: name of a tool format, "off" = calls stay text, None = as the template shows.
+
+        Raises ModelError, or ConfigError for an unknown format.
+        """
         self.notes = () if sources else (FALLBACK_NOTE,)
         variants = {name: Template(source) for name, source in (sources or {"default": FALLBACK}).items()}
         if "default" not in variants:
@@ -48,15 +63,36 @@ class ChatTemplate:
         self._default = variants["default"]
         self._for_tools = variants.get("tool_use", self._default)
         self._tokenizer = tokenizer
-        self.reasoning: ReasoningFormat | None = detect(self._default.source, tokenizer)
+        self.finds_boundaries = False
         self.supports_thinking = bool({"enable_thinking", "thinking"} & self._default.variables)
         self.supports_tools = "tools" in self._for_tools.variables
-        self._text_arguments = self.supports_tools and self._wants_text_arguments()
+        self._calls_are_text = tool_parser == "off"
+        self.tool_format = self._find_tool_format(tool_parser)
+        own = self.tool_format.reasoning if self.tool_format is not None else None
+        self.reasoning: ReasoningFormat | None = own or detect(self._default.source, tokenizer)
+        self._habits = find_habits(self._probe) if self.supports_tools else Habits()
 
     @classmethod
-    def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-        """Reads chat_template.jinja, chat_template.json or tokenizer_config.json. Raises ModelError."""
-        return cls(_sources(folder), tokenizer)
+    def load(cls, folder: Path, tokenizer: Tokenizer, tool_parser: str | None = None) -> ChatTemplate:
+        """Reads chat_template.jinja, chat_template.json or tokenizer_config.json. Raises as the constructor does."""
+        return cls(_sources(folder), tokenizer, tool_parser)
+
+    def _find_tool_format(self, name: str | None) -> ToolFormat | None:
+        if name not in (None, "off"):
+            return named(name, self._tokenizer)
+        form = detect_tools(self._for_tools.source, self._tokenizer)
+        if form is None and self.supports_tools:
+            self.notes = (*self.notes, UNKNOWN_TOOLS_NOTE)
+            form = named("hermes", self._tokenizer)
+        return form
+
+    def tool_use(self, offered: Sequence[Mapping[str, Any]], *, parallel: bool = True) -> ToolUse | None:
+        """How to find calls of the `offered` tools (OpenAI's shape) in an answer; None if there is nothing to find."""
+        if self._calls_are_text:
+            offered = ()
+        if self.tool_format is None or not (offered or self.tool_format.reasoning):
+            return None
+        return ToolUse.of(self.tool_format, offered, parallel=parallel)
 
     def render(
         self,
@@ -66,19 +102,19 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] = _NOTHING,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
-        boundaries: bool = False,
+        boundaries: bool | None = None,
     ) -> Prompt:
         """The prompt for the next answer.
 
         kwargs: further template variables, e.g. enable_thinking; they cannot replace messages or tools.
         continue_final: the answer goes on from the last message's text, so nothing closes or follows it.
-        boundaries: fill `Prompt.boundaries`, for the first message and the last 16.
+        boundaries: fill `Prompt.boundaries`, for the first message and the last 2; None = as `finds_boundaries` says.
 
         Raises BadRequest if the template refuses the messages or fails on them.
         """
         if not messages:
             raise BadRequest("There are no messages to answer; send at least one.", param="messages")
-        values = [_message(index, message, self._text_arguments) for index, message in enumerate(messages)]
+        values = [self._habits.message(index, message) for index, message in enumerate(messages)]
         conversation = _Conversation(
             self._for_tools if tools else self._default, values, self._variables(tools, kwargs)
         )
@@ -88,10 +124,11 @@ class ChatTemplate:
             text = conversation.text(len(messages), add_generation_prompt=add_generation_prompt)
         tokens, spans = self._encode(text)
         answers = add_generation_prompt or continue_final
+        looks = self.finds_boundaries if boundaries is None else boundaries
         return Prompt(
             tokens=tuple(tokens),
             text=text,
-            boundaries=self._boundaries(conversation, text, tokens, spans) if boundaries else (),
+            boundaries=self._boundaries(conversation, text, tokens, spans) if looks else (),
             reasoning_open=answers
             and self._reasoning_open(conversation, text, len(messages) - continue_final),
         )
@@ -103,29 +140,15 @@ class ChatTemplate:
         known = dict(kwargs)
         if "enable_thinking" in known and "enable_thinking" not in self._default.variables:
             known.setdefault("thinking", known["enable_thinking"])  # the same switch under its other name
-        given = [dict(tool) for tool in tools] if tools else None
+        given = [_described(tool) for tool in tools] if tools else None
         return {"documents": None, **known, **self._tokenizer.special_tokens, "tools": given}
 
-    def _wants_text_arguments(self) -> bool:
-        """Some templates join a tool call's arguments to other text and fail on an object: try both once."""
-        call = ToolCall(id="call00001", name="probe", arguments='{"a": 1}')
-        messages = (
-            Message(role="user", content="a"),
-            Message(role="assistant", tool_calls=(call,)),
-            Message(role="tool", content="b", name="probe", tool_call_id=call.id),
-        )
+    def _probe(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A rendering with one tool."""
         function = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
         variables = self._variables([{"type": "function", "function": function}], _NOTHING)
-
-        def renders(text_arguments: bool) -> bool:
-            values = [_message(index, message, text_arguments) for index, message in enumerate(messages)]
-            try:
-                _Conversation(self._for_tools, values, variables).text(3, add_generation_prompt=True)
-            except BadRequest:
-                return False
-            return True
-
-        return not renders(False) and renders(True)
+        conversation = _Conversation(self._for_tools, messages, variables)
+        return conversation.text(len(messages), add_generation_prompt=True)
 
     def _encode(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens and their spans in `text`. The tokenizer's BOS is added unless the template wrote it."""
@@ -209,34 +232,11 @@ class _Conversation:
         )
 
 
-def _message(index: int, message: Message, text_arguments: bool) -> dict[str, Any]:
-    """A message as templates read it. Raises BadRequest for tool arguments that are no JSON object."""
-    value: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    if message.name is not None:
-        value["name"] = message.name
-    if message.tool_call_id is not None:
-        value["tool_call_id"] = message.tool_call_id
-    if message.reasoning is not None:
-        for name in ("reasoning_content", "reasoning", "thinking"):  # templates disagree on the name
-            value[name] = message.reasoning
-    if message.tool_calls:
-        value["tool_calls"] = [_tool_call(index, call, text_arguments) for call in message.tool_calls]
-    return value
-
-
-def _tool_call(index: int, call: ToolCall, text_arguments: bool) -> dict[str, Any]:
-    text = call.arguments or "{}"
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise BadRequest(
-            f"The arguments of tool call '{call.name}' in message {index} are not a JSON object; send one.",
-            param=f"messages.{index}.tool_calls",
-        )
-    function = {"name": call.name, "arguments": text if text_arguments else cast("dict[str, Any]", arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(tool["function"])
+    if isinstance(function.get("parameters"), dict):
+        function["parameters"] = with_types(function["parameters"])
+    return {**tool, "function": function}
 
 
 def _common_length(first: str, second: str) -> int:

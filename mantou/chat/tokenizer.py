@@ -86,6 +86,10 @@ class Tokenizer:
         """Text of the ids without special tokens; ids outside the vocabulary are left out."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every entry and its id, added tokens included."""
+        return self._backend.get_vocab(with_added_tokens=True)
+
     def piece(self, token: int) -> str:
         """The raw vocabulary entry ("" for an id outside the vocabulary)."""
         return self._backend.id_to_token(token) or ""

@@ -146,7 +146,7 @@ def test_a_tokenizer_that_adds_no_bos_gets_none() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.sampled_from(["", "a", " b ", "\n", "é😀", "<|im_end|>", "stopping"]), min_size=1, max_size=6
+        st.sampled_from(["", "a", " b ", "\n", "é😀", "<|im_end|>", "stopping"]), min_size=1, max_size=3
     ),
     st.sampled_from(["byte_level", "sentencepiece"]),
 )
@@ -170,7 +170,7 @@ def test_boundaries_are_where_prefixes_end(contents: list[str], kind: str) -> No
 
 def test_only_the_first_and_the_last_boundaries_are_looked_for() -> None:
     prompt = chat(CHATML).render([USER] * 40, boundaries=True)
-    assert len(prompt.boundaries) == 17
+    assert len(prompt.boundaries) == 3
 
 
 def test_a_template_that_rewrites_history_has_fewer_boundaries() -> None:
