@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import Layout
-from mantou.kv.pieces import Parts, Piece, State, to_device, to_host
+from mantou.kv.pieces import Packing, Parts, Piece, State, Unpacking, host_is_device, states, to_host
+from mantou.kv.tape import make_current
 from mantou.protocols import Group, Hit
 
 # Columns that buffers grow by at first: a short answer neither zeroes nor copies more than it needs.
 _CAPACITY_STEP = 64
 
-LayoutMaker = Callable[[int], Sequence[Layout]]  # num_slots -> one layout a layer
+LayoutMaker = Callable[[int], Sequence[Layout]]  # num_slots -> one layout a cache
+Arrange = Callable[[Sequence[Layout]], Sequence[Any]]  # the layouts as the graph's list of caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ def capacity_bucket(num_tokens: int, step: int = _CAPACITY_STEP) -> int:
 class KVBatch:
     """`num_slots` rows of KV. Only the model thread touches it.
 
-    A forward is `begin(group)`, the model graph over `layers`, then `commit(group, kept)`.
+    A forward is `begin(group)`, the model graph over `caches`, then `commit(group, kept)`.
     """
 
     def __init__(
@@ -52,12 +55,16 @@ class KVBatch:
         array_offsets: bool = True,
         mask_axes: int = 4,
         span_step: int = 1,
+        arrange: Arrange = lambda layouts: layouts,
     ) -> None:
         self._make_layouts = make_layouts
+        self._arrange = arrange
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
         self._span_step = span_step
         self.layers: Sequence[Layout] = make_layouts(0)
+        self.caches = arrange(self.layers)
+        self._boundaries = sorted({layer.boundary for layer in self.layers} - {0})
         self.lengths: list[int] = []
         # How far back every layer holds columns, and where in each slot that begins by now.
         self.num_kept_columns = min((layer.num_columns for layer in self.layers), default=sys.maxsize)
@@ -76,12 +83,17 @@ class KVBatch:
         """Small steps where only what is used costs time; whole spans where attention reads multiples of them."""
         return capacity_bucket(num_tokens, max(self._span_step, _CAPACITY_STEP))
 
+    def room(self, num_tokens: int) -> int:
+        """Most tokens that a row of `num_tokens` should take in one forward, so that none is stored in two ways."""
+        return next((at - num_tokens for at in self._boundaries if at > num_tokens), sys.maxsize)
+
     def resize(self, num_slots: int) -> None:
         """Rows beyond `num_slots` are dropped, new ones are empty. At 0 all buffers are freed."""
         if num_slots == self.num_slots:
             return
         if num_slots == 0:
             self.layers = self._make_layouts(0)
+            self.caches = self._arrange(self.layers)
             self.lengths, self._first_columns = [], []
             return
         for layer in self.layers:
@@ -89,8 +101,11 @@ class KVBatch:
         self.lengths = (self.lengths + [0] * num_slots)[:num_slots]
         self._first_columns = (self._first_columns + [0] * num_slots)[:num_slots]
 
-    def begin(self, group: Group) -> Geometry:
-        """Sets where the next forward writes and what it sees. Positions are checked here: the writes are not."""
+    def begin(self, group: Group, *, rewindable: bool = False) -> Geometry:
+        """Sets where the next forward writes and what it sees. Positions are checked here: the writes are not.
+
+        `rewindable`: some rows may keep less than they feed, so that it pays to keep what a rewind needs.
+        """
         starts = self.lengths[group.lo : group.hi]
         if len(starts) != len(group.num_tokens) or max(group.num_tokens) > group.width:
             raise ValueError(f"group {group} does not fit {self.num_slots} slots")
@@ -100,6 +115,7 @@ class KVBatch:
             array_offsets=self._array_offsets,
             mask_axes=self._mask_axes,
             span_step=self._span_step,
+            rewindable=rewindable,
         )
         capacity = self._capacity(max(starts) + group.width)
         for layer in self.layers:
@@ -112,19 +128,40 @@ class KVBatch:
     def commit(self, group: Group, kept: Sequence[int]) -> bool:
         """Row i keeps kept[i] <= num_tokens[i] of the forward. False: run it again, masked to `kept`, and commit."""
         assert self.geometry is not None
+        make_current(None)
         if not all(0 <= k <= n for k, n in zip(kept, group.num_tokens, strict=True)):
             raise ValueError(f"a forward of {group.num_tokens} tokens cannot keep {kept}")
         if tuple(kept) != group.num_tokens:
-            done = [layer.rewind(self.geometry, kept) for layer in self.layers]
-            if not all(done):
+            if not all(layer.can_rewind for layer in self.layers):
+                for layer in self.layers:
+                    layer.rewind(self.geometry, [0] * len(kept))
                 return False
+            for layer in self.layers:
+                layer.rewind(self.geometry, kept)
         for i, num_tokens in enumerate(kept):
             self.lengths[group.lo + i] += num_tokens
         self.geometry = None
         return True
 
+    def shorten(self, slot: int, num_tokens: int) -> None:
+        """Forgets all but the row's first tokens. Not for models with recurrent layers: they `hold` and `give_back`."""
+        assert 0 <= num_tokens <= self.lengths[slot], (slot, num_tokens)
+        self.lengths[slot] = num_tokens
+
+    def hold(self) -> Any:
+        """What `give_back` returns to, by reference: no copy. Only while slots stay what they are."""
+        return list(self.lengths), [layer.hold() for layer in self.layers]
+
+    def give_back(self, held: Any) -> None:
+        """Every row is again what it was at `hold`."""
+        lengths, states = held
+        self.lengths = list(lengths)
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.give_back(state)
+
     def abort(self) -> None:
         """Drops a forward that raised: recurrent layers get their state back, the rest was never visible."""
+        make_current(None)
         if self.geometry is not None:
             for layer in self.layers:
                 layer.rewind(self.geometry, [0] * self.geometry.num_rows)
@@ -172,6 +209,19 @@ class KVBatch:
             return Piece(hi, hi, ())
         return Piece(lo, hi, to_host([layer.columns(slot, lo, hi) for layer in self.layers]))
 
+    def copying(self, slot: Callable[[], int], lo: int, hi: int) -> Iterator[Piece | None]:
+        """`columns` in small parts of work: None after each, the piece at the end. Between two of them other rows may
+        run and the row may go on and move, as long as a ring keeps its columns; `slot` is where it is by now."""
+        if host_is_device():
+            lo = min(max(lo, self._first_columns[slot()]), hi)
+            packing = Packing([layer.columns(slot(), lo, hi) for layer in self.layers])
+            for index, layer in enumerate(self.layers):
+                packing.take(index, layer.columns(slot(), lo, hi))
+                yield None
+            yield Piece(lo, hi, packing.stacks)
+        else:
+            yield self.columns(slot(), lo, hi)
+
     def state(self, slot: int) -> State | None:
         """A copy of the row's recurrent state after its last token; None if the model has none."""
         stacks = to_host([layer.state(slot) for layer in self.layers])
@@ -179,14 +229,24 @@ class KVBatch:
 
     def fill(self, slot: int, hit: Hit) -> None:
         """Makes the row what it was when the hit's pieces were copied."""
-        num_layers = len(self.layers)
-        columns = to_device([piece.stacks for piece in hit.pieces], num_layers, axis=3)
-        states = to_device([hit.state.stacks] if hit.state else [], num_layers, axis=None)
-        capacity = self._capacity(hit.num_tokens + 1)
-        for layer, parts, state in zip(self.layers, columns, states, strict=True):
-            layer.fill(slot, parts, state, hit.num_tokens, capacity)
-        self.lengths[slot], self._first_columns[slot] = hit.num_tokens, 0
-        self._lose_columns(slot, hit.num_tokens)
+        for _ in self.filling(lambda: slot, hit):
+            pass
+
+    def filling(self, slot: Callable[[], int], hit: Hit) -> Iterator[None]:
+        """`fill` in small parts of work. Between two of them other rows may run, and the row may move: `slot` is where
+        it is by now. It has its length from the start and may run after the last part."""
+        self.lengths[slot()], self._first_columns[slot()] = hit.num_tokens, 0
+        self._lose_columns(slot(), hit.num_tokens)
+        return self._fill_layers(slot, hit)
+
+    def _fill_layers(self, slot: Callable[[], int], hit: Hit) -> Iterator[None]:
+        pieces, capacity = Unpacking(hit.pieces), self._capacity(hit.num_tokens + 1)
+        for index, state in enumerate(states(hit.state, len(self.layers))):
+            layer = self.layers[index]
+            for _ in layer.reserve(capacity):
+                yield
+            layer.fill(slot(), pieces.columns(index, capacity), state, hit.num_tokens)
+            yield
 
     def _lose_columns(self, slot: int, num_written: int) -> None:
         """Columns up to `num_written` were written, padding and rejected drafts included."""
@@ -210,8 +270,12 @@ class RowView:
 
     batch: KVBatch
     slot: int
+    since: int | None = None
+    copied: Piece | None = None  # columns that are off the device already
 
     def columns(self, lo: int, hi: int) -> Piece:
+        if self.copied is not None and (lo, hi) == (self.copied.lo, self.copied.hi):
+            return self.copied
         return self.batch.columns(self.slot, lo, hi)
 
     def state(self) -> State | None:

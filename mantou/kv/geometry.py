@@ -23,8 +23,10 @@ class Geometry:
         array_offsets: bool = True,
         mask_axes: int = 4,
         span_step: int = 1,
+        rewindable: bool = False,
     ) -> None:
         self.group = group
+        self.rewindable = rewindable
         self.starts = tuple(starts)
         self.width = group.width
         self.num_rows = len(group.num_tokens)
@@ -38,10 +40,27 @@ class Geometry:
         self.span = self.end if self.uniform else -(-self.end // span_step) * span_step
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
+        self._span_step = span_step
+        self._clipped: dict[int, Geometry] = {}
         self._offsets: mx.array | None = None
         self._positions: mx.array | None = None
         self._lengths: mx.array | None = None
         self._masks: dict[tuple[str, int, int], mx.array] = {}
+
+    def clipped(self, limit: int) -> Geometry:
+        """The same forward with no row beginning beyond `limit`; itself if none does."""
+        if max(self.starts) <= limit:
+            return self
+        if limit not in self._clipped:
+            starts = [min(start, limit) for start in self.starts]
+            self._clipped[limit] = Geometry(
+                self.group,
+                starts,
+                array_offsets=self._array_offsets,
+                mask_axes=self._mask_axes,
+                span_step=self._span_step,
+            )
+        return self._clipped[limit]
 
     @property
     def offset(self) -> mx.array | int:

@@ -13,15 +13,15 @@ p - size, which no live window reaches, so a ring rewinds by length as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 from mantou.kv.lending import Loan, fitted
 from mantou.kv.pieces import Parts
-from mantou.protocols import KVCodec
+from mantou.kv.plan import LayerCodec
 
 
 class Layout(Protocol):
@@ -31,25 +31,46 @@ class Layout(Protocol):
     def resize(self, num_slots: int) -> None: ...
     def move(self, source: int, target: int, num_tokens: int) -> None: ...
     def clear(self, slot: int) -> None: ...
+    @property
+    def can_rewind(self) -> bool:
+        """Whether `rewind` can keep a part of the forward in progress; else it only takes all of it back."""
+        ...
+
     def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
         """Forget all but kept[i] of the forward's tokens. False if the forward must be run again up to `kept`."""
         ...
 
+    def hold(self) -> Any:
+        """The state of all rows by reference, for `give_back`; None for layers that a length rewinds."""
+        ...
+
+    def give_back(self, held: Any) -> None: ...
     def snapshot(self, slot: int, num_tokens: int) -> Parts: ...
     def restore(self, slot: int, parts: Parts, num_tokens: int) -> None: ...
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
-        """Lazy copies of the row's positions [lo, hi), each [1, H, hi - lo, d]; () for layers without columns."""
+        """The row's positions [lo, hi), each [1, H, hi - lo, d], lazily and perhaps as a slice of the buffer; () for
+        layers without columns."""
         ...
 
     def state(self, slot: int) -> Parts:
         """The row's state after its last token, each [1, ...]; () for layers without a state."""
         ...
 
-    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
-        """Makes the row hold `num_tokens` positions: `columns` are all of them, `state` is the one after them."""
+    def reserve(self, capacity: int) -> Iterator[None]:
+        """Room for that many columns, in parts of work; nothing where nothing is stored yet."""
+        ...
+
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int) -> None:
+        """Makes the row hold `num_tokens` positions: `columns` are at least all of them, from 0 on, and as many as were
+        reserved; `state` is the one after them."""
         ...
 
     def arrays(self) -> list[mx.array]: ...
+    @property
+    def boundary(self) -> int:
+        """The length at which a row changes how it is stored, 0 for never. A forward should end there."""
+        ...
+
     @property
     def num_columns(self) -> int:
         """How many positions back from the newest written one it holds; sys.maxsize for all."""
@@ -77,7 +98,11 @@ def _write(buffer: mx.array, new: mx.array, geometry: Geometry, columns: mx.arra
 class Columns:
     """Keys and values as [slots, H, columns, d] buffers, one per codec part. Shared by full rows and rings."""
 
-    def __init__(self, codec: KVCodec, num_slots: int) -> None:
+    boundary = 0
+    can_rewind = True
+    num_columns = sys.maxsize
+
+    def __init__(self, codec: LayerCodec, num_slots: int) -> None:
         self.codec = codec
         self.num_slots = num_slots
         self.geometry: Geometry
@@ -91,20 +116,31 @@ class Columns:
     def offset(self) -> mx.array | int:
         return self.geometry.offset
 
-    def _grown(self, parts: Parts, like: Parts) -> Parts:
-        """Buffers with `capacity` columns; contents kept."""
-        if parts and parts[0].shape[2] >= self.capacity:
+    def hold(self) -> None:
+        """A length rewinds columns: there is nothing to hold."""
+
+    def give_back(self, held: None) -> None:
+        pass
+
+    def _grown(self, parts: Parts, like: Parts, capacity: int = 0) -> Parts:
+        """Buffers with `capacity` columns, by default the layer's; contents kept."""
+        capacity = capacity or self.capacity
+        if parts and parts[0].shape[2] >= capacity:
             return parts
         grown = []
         for i, new in enumerate(like):
-            have = parts[i].shape[2] if parts else 0
-            pad = mx.zeros((self.num_slots, new.shape[1], self.capacity - have, new.shape[3]), new.dtype)
-            grown.append(mx.concatenate([parts[i], pad], axis=2) if parts else pad)
+            shape = (self.num_slots, new.shape[1], capacity, new.shape[3])
+            if not parts:
+                grown.append(mx.zeros(shape, new.dtype))
+                continue
+            missing = capacity - parts[i].shape[2]
+            # Padding makes one new buffer, joining with zeros would make two: fresh memory is what costs time.
+            grown.append(mx.pad(parts[i], [(0, 0), (0, 0), (0, missing), (0, 0)]))
         return tuple(grown)
 
     def _store(self, keys: mx.array, values: mx.array, columns: mx.array | int) -> None:
         self._dtype = keys.dtype
-        packed_keys, packed_values = self.codec.pack(keys), self.codec.pack(values)
+        packed_keys, packed_values = self.codec.keys.pack(keys), self.codec.values.pack(values)
         self.keys = self._grown(self.keys, packed_keys)
         self.values = self._grown(self.values, packed_values)
         lo = self.geometry.group.lo
@@ -119,9 +155,14 @@ class Columns:
         self._span = span
         group = self.geometry.group
         read = slice(group.lo, group.hi)
-        keys = self.codec.unpack([part[read, :, :span] for part in self.keys], self._dtype)
-        values = self.codec.unpack([part[read, :, :span] for part in self.values], self._dtype)
+        keys = self.codec.keys.unpack([part[read, :, :span] for part in self.keys], self._dtype)
+        values = self.codec.values.unpack([part[read, :, :span] for part in self.values], self._dtype)
         return keys, values
+
+    @property
+    def span(self) -> int:
+        """Columns that a fetch of this forward gives."""
+        return self.geometry.span
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
@@ -131,7 +172,9 @@ class Columns:
         g = self.geometry
         if not (own_mask and self.codec.raw) or (g.num_rows, g.width) != tuple(x.shape[:2]):
             return None
-        shape = (self.num_slots, kv_heads, self.capacity, head_dim)
+        # While a prefix is copied in, in parts, one of the two may have grown already.
+        columns = max([self.capacity, *(part.shape[2] for part in (*self.keys, *self.values))])
+        shape = (self.num_slots, kv_heads, columns, head_dim)
         keys, values = fitted(self.keys, shape, x.dtype), fitted(self.values, shape, x.dtype)
         if keys is None or values is None:
             return None
@@ -179,10 +222,22 @@ class Columns:
     def state(self, slot: int) -> Parts:
         return ()
 
+    def reserve(self, capacity: int) -> Iterator[None]:
+        wanted = max(self.capacity, min(capacity, self.num_columns))
+        for name in ("keys", "values"):
+            parts: Parts = getattr(self, name)
+            if parts and parts[0].shape[2] < wanted:
+                setattr(self, name, self._grown(parts, parts, wanted))
+                yield
+        self.capacity = wanted
+
     def _filled(self, slot: int, rows: Parts, capacity: int) -> None:
         """Writes a row's first columns, allocating what is missing."""
         self.capacity = max(self.capacity, capacity)
-        half = len(rows) // 2
+        half = self.codec.keys.num_parts
+        if rows and not self.keys and self.num_slots == 1 and rows[0].shape[2] >= self.capacity:
+            self.keys, self.values = rows[:half], rows[half:]
+            return
         self.keys, self.values = self._grown(self.keys, rows[:half]), self._grown(self.values, rows[half:])
         for part, row in zip((*self.keys, *self.values), rows, strict=True):
             part[slot : slot + 1, :, : row.shape[2]] = row
@@ -198,8 +253,6 @@ class Columns:
 class FullRows(Columns):
     """Position p of a row lives in column p."""
 
-    num_columns = sys.maxsize
-
     def begin(self, geometry: Geometry, capacity: int) -> None:
         self.geometry = geometry
         self.capacity = max(self.capacity, capacity)
@@ -207,7 +260,7 @@ class FullRows(Columns):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         g = self.geometry
         self._store(keys, values, g.longest if g.uniform else g.positions)
-        return self._fetch(g.span)
+        return self._fetch(self.span)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -219,11 +272,11 @@ class FullRows(Columns):
         return g.causal_mask(g.span, 0 if inside else int(window_size or 0))
 
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
-        return tuple(mx.contiguous(p[slot : slot + 1, :, lo:hi]) for p in (*self.keys, *self.values))
+        return tuple(p[slot : slot + 1, :, lo:hi] for p in (*self.keys, *self.values))
 
-    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int) -> None:
         if columns:
-            self._filled(slot, columns, capacity)
+            self._filled(slot, columns, columns[0].shape[2])
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
         """The buffers for a primitive over hidden states x [rows, width, ...], or None where only the layout can store
@@ -236,7 +289,7 @@ class FullRows(Columns):
 class WindowRing(Columns):
     """A ring of window + slack columns. Until it wraps it is a full row, and costs as little as one."""
 
-    def __init__(self, codec: KVCodec, num_slots: int, window: int, slack: int) -> None:
+    def __init__(self, codec: LayerCodec, num_slots: int, window: int, slack: int) -> None:
         super().__init__(codec, num_slots)
         self.window = window
         self.size = self.num_columns = window + slack
@@ -255,9 +308,13 @@ class WindowRing(Columns):
         g = self.geometry
         if self._wrapped:
             self._store(keys, values, g.positions % self.size)
-            return self._fetch(self.size)
-        self._store(keys, values, g.longest if g.uniform else g.positions)
-        return self._fetch(min(g.span, self.capacity))
+        else:
+            self._store(keys, values, g.longest if g.uniform else g.positions)
+        return self._fetch(self.span)
+
+    @property
+    def span(self) -> int:
+        return self.size if self._wrapped else min(self.geometry.span, self.capacity)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -267,24 +324,28 @@ class WindowRing(Columns):
             return g.ring_mask(self.size, window)
         if g.uniform and g.end <= window and not return_array:
             return None if g.width == 1 else "causal"
-        return g.causal_mask(min(g.span, self.capacity), window)
+        return g.causal_mask(self.span, window)
 
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         where = mx.arange(lo, hi) % self.size
         return tuple(mx.take(p[slot : slot + 1], where, axis=2) for p in (*self.keys, *self.values))
 
-    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int, capacity: int) -> None:
+    def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int) -> None:
         if not columns:
             return
         lo = max(num_tokens - self.size, 0)  # what came before was overwritten, or is outside every window
         where = mx.array(sorted(range(lo, num_tokens), key=lambda position: position % self.size))
         rows = tuple(mx.take(part, where, axis=2) for part in columns)
+        capacity = columns[0].shape[2]
         self._filled(slot, rows, self.size if num_tokens > self.size else min(capacity, self.size))
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
         """As for full rows, until the ring wraps and columns are not positions any more."""
         if self._wrapped:
             return None
-        span = min(self.geometry.span, self.capacity)
-        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(span, self.window)
+        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(self.span, self.window)
         return self._loan(x, own, kv_heads, head_dim, self.window)
+
+
+Rows = FullRows | WindowRing
+"""Layouts that keep keys and values by column."""

@@ -16,6 +16,7 @@ Parts = tuple[mx.array, ...]
 
 # numpy has no bfloat16: its bits travel as uint16.
 _AS_BITS = {"bfloat16": mx.uint16}
+_NUMPY_BITS = {"bfloat16": "uint16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,6 @@ class Stack:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
-
-    def on_device(self) -> mx.array:
-        array = mx.array(self.data)
-        return array.view(getattr(mx, self.dtype)) if self.dtype in _AS_BITS else array
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +67,115 @@ class State:
         return sum(stack.nbytes for stack in self.stacks)
 
 
+def on_device(data: np.ndarray, dtype: str) -> mx.array:
+    """A copy with MLX's dtype of the same bits."""
+    array = mx.array(data)
+    return array.view(getattr(mx, dtype)) if dtype in _AS_BITS else array
+
+
 def to_host(layers: Sequence[Parts]) -> tuple[Stack, ...]:
-    """Copies each layer's parts off the device, with one wait."""
+    """Copies each layer's parts, which may be slices of its buffers, off the device."""
     groups: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     for layer, parts in enumerate(layers):
         for part, array in enumerate(parts):
             groups.setdefault((*array.shape, str(array.dtype)), []).append((layer, part))
-    stacked = [mx.stack([layers[layer][part] for layer, part in members]) for members in groups.values()]
-    names = [str(array.dtype).rsplit(".", 1)[-1] for array in stacked]
-    bits = [a.view(_AS_BITS[n]) if n in _AS_BITS else a for a, n in zip(stacked, names, strict=True)]
-    mx.eval(bits)
-    return tuple(
-        Stack(np.array(array), name, tuple(members))
-        for array, name, members in zip(bits, names, groups.values(), strict=True)
-    )
+    copy = _gather if host_is_device() else _transfer
+    found: list[Stack] = []
+    for members in groups.values():
+        arrays = [layers[layer][part] for layer, part in members]
+        found.append(Stack(copy([_bits(array) for array in arrays]), _name(arrays[0]), tuple(members)))
+    return tuple(found)
 
 
-def to_device(pieces: Sequence[tuple[Stack, ...]], num_layers: int, *, axis: int | None) -> list[Parts]:
-    """Each layer's parts again, lazily; several pieces are joined along `axis` of a stack."""
+def host_is_device() -> bool:
+    """Whether arrays lie where numpy reads them, so that a copy of a part costs no more than its bytes."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def _name(array: mx.array) -> str:
+    return str(array.dtype).rsplit(".", 1)[-1]
+
+
+def _bits(array: mx.array) -> mx.array:
+    name = _name(array)
+    return array.view(_AS_BITS[name]) if name in _AS_BITS else array
+
+
+def _transfer(arrays: Sequence[mx.array]) -> np.ndarray:
+    """One array, made on the device: a transfer costs more than a copy there."""
+    return np.array(mx.stack(list(arrays)))
+
+
+def _gather(arrays: Sequence[mx.array]) -> np.ndarray:
+    """One copy, straight from where they are: fresh memory is what costs time on a CPU.
+
+    The views are gone when this returns, so that the buffers have one owner again and are written in place.
+    """
+    mx.eval(arrays)
+    views = [np.array(array, copy=False) for array in arrays]
+    return np.stack(views)
+
+
+class Packing:
+    """Columns on their way off the device, a layer at a time."""
+
+    def __init__(self, layers: Sequence[Parts]) -> None:
+        """`layers`: for their shapes only."""
+        groups: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+        for layer, parts in enumerate(layers):
+            for part, array in enumerate(parts):
+                groups.setdefault((*array.shape, str(array.dtype)), []).append((layer, part))
+        self._places: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
+        found: list[Stack] = []
+        for members in groups.values():
+            array = layers[members[0][0]][members[0][1]]
+            name = _name(array)
+            data = np.empty((len(members), *array.shape), _NUMPY_BITS.get(name, name))
+            found.append(Stack(data, name, tuple(members)))
+            self._places |= {member: (data, index) for index, member in enumerate(members)}
+        self.stacks = tuple(found)
+
+    def take(self, layer: int, parts: Parts) -> None:
+        """Copies one layer; `parts` may be slices of its buffers, and are not kept."""
+        bits = [_bits(array) for array in parts]
+        mx.eval(bits)
+        for part, array in enumerate(bits):
+            data, index = self._places[layer, part]
+            data[index] = np.array(array, copy=False)
+
+
+class Unpacking:
+    """Pieces on their way to the device, a layer at a time."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        self._places: dict[int, list[tuple[int, int, int]]] = {}  # layer -> (part, stack, member)
+        for index, stack in enumerate(pieces[0].stacks if pieces else ()):
+            for member, (layer, part) in enumerate(stack.members):
+                self._places.setdefault(layer, []).append((part, index, member))
+        self._joined: dict[tuple[object, ...], np.ndarray] = {}  # used for every layer: fresh memory is slow
+
+    def columns(self, layer: int, num_columns: int) -> Parts:
+        """The layer's parts [1, H, num_columns, d]: the pieces' columns, then zeros."""
+        return tuple(
+            self._part(index, member, num_columns) for _, index, member in sorted(self._places.get(layer, ()))
+        )
+
+    def _part(self, index: int, member: int, num_columns: int) -> mx.array:
+        first = self._pieces[0].stacks[index]
+        shape = (*first.data.shape[1:-2], num_columns, first.data.shape[-1])
+        joined = self._joined.get((shape, first.dtype))
+        if joined is None:
+            joined = self._joined[shape, first.dtype] = np.zeros(shape, first.data.dtype)
+        for piece in self._pieces:
+            joined[..., piece.lo : piece.hi, :] = piece.stacks[index].data[member]
+        return on_device(joined, first.dtype)
+
+
+def states(state: State | None, num_layers: int) -> list[Parts]:
+    """Each layer's parts of a recurrent state."""
     found: list[dict[int, mx.array]] = [{} for _ in range(num_layers)]
-    for index, stack in enumerate(pieces[0] if pieces else ()):
-        arrays = [piece[index].on_device() for piece in pieces]
-        joined = arrays[0] if axis is None or len(arrays) == 1 else mx.concatenate(arrays, axis=axis)
+    for stack in state.stacks if state else ():
         for member, (layer, part) in enumerate(stack.members):
-            found[layer][part] = joined[member]
+            found[layer][part] = on_device(stack.data[member], stack.dtype)
     return [tuple(parts[i] for i in range(len(parts))) for parts in found]

@@ -63,6 +63,11 @@ def this_device() -> Device:
     return Device(name, kind, int(info.get("memory_size", machine_memory_bytes())))
 
 
+def limit_memory(num_bytes: int) -> None:
+    """Makes MLX give back cached buffers before it takes more than this from the device."""
+    mx.set_memory_limit(num_bytes)
+
+
 def release_thread() -> None:
     """Gives up the calling thread's MLX streams and cached buffers. To be called last on a thread that used MLX: one
     that ends with streams of its own lets the interpreter abort at exit (seen on the CPU and on CUDA, mlx 0.32.4)."""

@@ -16,12 +16,19 @@ _HEAD_NAMES = ("lm_head", "output", "embed_out", "head", "output_layer")
 
 
 class Selection:
-    """Which positions of the running forward reach the head: int32[B, K], or None for all."""
+    """Which positions of the running forward reach the head: int32[B, K], or None for all.
+
+    With `capturing`, `hidden` keeps what all positions would have brought to it, [B, T, D].
+    """
 
     def __init__(self) -> None:
         self.index: mx.array | None = None
+        self.capturing = False
+        self.hidden: mx.array | None = None
 
     def apply(self, hidden: mx.array) -> mx.array:
+        if self.capturing:
+            self.hidden = hidden
         if self.index is None:
             return hidden
         return mx.take_along_axis(hidden, self.index[..., None], axis=1)

@@ -19,9 +19,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.errors import ConfigError, ModelError
+from mantou.kv.shapes import LayerShape
 from mantou.models import families
 from mantou.models.checkpoint import read_config, weight_files
 from mantou.models.families import Family
+from mantou.models.graph_imports import lenient
+from mantou.models.layouts import measure
 
 # mlx-lm keeps these names in its utils module, which imports transformers.
 ALIASES = {
@@ -50,7 +53,7 @@ class LoadedModel:
     module: Any  # an mlx_lm Model: (inputs [B, T], cache=list) -> logits [B, T, V]
     config: Mapping[str, Any]
     family: Family
-    caches: tuple[Any, ...]  # what the graph's own make_cache gives: tells each layer's layout
+    shapes: tuple[LayerShape, ...]  # what the graph's caches hold
     dtype: str
     weights_bytes: int
     notes: tuple[str, ...]
@@ -76,7 +79,8 @@ def family_module(family: str) -> types.ModuleType:
     enter_mlx_lm()
     name = f"mlx_lm.models.{family}"
     try:
-        return importlib.import_module(name)
+        with lenient():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
@@ -132,7 +136,8 @@ def _quantize(module: nn.Module, config: Mapping[str, Any], weights: Mapping[str
     )
 
 
-def _read_weights(files: list[Path]) -> dict[str, mx.array]:
+def read_weights(files: list[Path]) -> dict[str, mx.array]:
+    """All arrays of these files, unevaluated. Raises ModelError."""
     weights: dict[str, mx.array] = {}
     for path in files:
         try:
@@ -144,7 +149,7 @@ def _read_weights(files: list[Path]) -> dict[str, mx.array]:
     return weights
 
 
-def _choose_dtype(asked: str | None, quantized: bool, stored: set[mx.Dtype], on_cpu: bool) -> mx.Dtype | None:
+def choose_dtype(asked: str | None, quantized: bool, stored: set[mx.Dtype], on_cpu: bool) -> mx.Dtype | None:
     """The dtype of all floating weights; None leaves the checkpoint's own."""
     if asked is not None:
         return DTYPES[asked]
@@ -158,9 +163,19 @@ def _floating(weights: Mapping[str, mx.array]) -> set[mx.Dtype]:
     return {array.dtype for array in weights.values() if mx.issubdtype(array.dtype, mx.floating)}
 
 
-def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
+def _headless(
+    config: Mapping[str, Any], weights: Mapping[str, mx.array]
+) -> tuple[dict[str, Any], dict[str, mx.array]]:
+    """A checkpoint of the bare graph as one of the language model whose head is its embedding."""
+    prefixed = any(name.startswith(("model.", "language_model.")) for name in weights)
+    named = {name if prefixed else f"model.{name}": value for name, value in weights.items()}
+    return {**config, "tie_word_embeddings": True}, {n: a for n, a in named.items() if "lm_head" not in n}
+
+
+def load(folder: Path, *, dtype: str | None = None, headless: bool = False) -> LoadedModel:
     """Loads and evaluates a model on the calling thread, which must be the one that runs it.
 
+    `headless`: only the hidden states are wanted, so the checkpoint may lack a vocabulary head and the names of one.
     Raises ModelError in one sentence for a folder that is corrupt, needs its own code, or is of an unsupported family,
     and ConfigError for an unknown `dtype`.
     """
@@ -176,7 +191,9 @@ def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
             f"{folder} is quantised by {tool or 'another tool'}; "
             "convert it to MLX first (mlx_lm.convert) or choose an mlx-community copy."
         )
-    weights = _read_weights(weight_files(folder))
+    weights = read_weights(weight_files(folder))
+    if headless:
+        config, weights = _headless(config, weights)
     module = build(family.name, config)
     try:
         weights = module.sanitize(weights) if hasattr(module, "sanitize") else weights
@@ -188,7 +205,7 @@ def load(folder: Path, *, dtype: str | None = None) -> LoadedModel:
         raise ModelError(f"The weights in {folder} do not fit its config.json ({reason}).") from None
     stored = _floating(weights)
     del weights
-    target = _choose_dtype(dtype, quantized, stored, mx.default_device() == mx.cpu)
+    target = choose_dtype(dtype, quantized, stored, mx.default_device() == mx.cpu)
     if target is not None:
         module.set_dtype(target)
     module.eval()
@@ -216,7 +233,7 @@ def describe(
         module=module,
         config=config,
         family=family,
-        caches=make_caches(module),
+        shapes=measure(module, make_caches(module)),
         dtype=_short(largest),
         weights_bytes=sum(array.nbytes for array in arrays),
         notes=notes,

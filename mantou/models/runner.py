@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
-from mantou.kv.layouts import FullRows, Layout, WindowRing
 from mantou.kv.recurrent import RecurrentState
+from mantou.models import tape
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, install
+from mantou.models.layouts import arrange, layout_names, make_layouts
 from mantou.models.load import LoadedModel, arrays_cache
-from mantou.protocols import Group, KVCodec
+from mantou.protocols import Group, KVScheme
 
 # Columns of a ring beyond its window. The place of a position in the ring decides the order in which attention sums it,
 # so the size is the same for every usual chunk: equal requests give equal bits on servers with different chunks.
 RING_SLACK = 512
-
-LayoutFactory = Callable[[Any, KVCodec, int, int], Layout]  # cache, codec, num_slots, slack
-
-
-def _full(cache: Any, codec: KVCodec, num_slots: int, slack: int) -> Layout:
-    return FullRows(codec, num_slots)
-
-
-def _window(cache: Any, codec: KVCodec, num_slots: int, slack: int) -> Layout:
-    return WindowRing(codec, num_slots, int(cache.max_size), slack)
 
 
 @cache
 def _recurrent_class() -> type[RecurrentState]:
     # mamba's graph stores its state only in instances of mlx-lm's own class.
     return type("RecurrentState", (RecurrentState, arrays_cache()), {})
-
-
-def _recurrent(cache: Any, codec: KVCodec, num_slots: int, slack: int) -> Layout:
-    return _recurrent_class()(len(cache.cache), num_slots)
-
-
-# mlx-lm's cache class -> (name in tables, layout)
-LAYOUTS: dict[str, tuple[str, LayoutFactory]] = {
-    "KVCache": ("full", _full),
-    "RotatingKVCache": ("window", _window),
-    "ArraysCache": ("recurrent", _recurrent),
-}
-
-
-def layout_names(caches: Sequence[Any]) -> dict[str, int]:
-    """How many layers have which layout, e.g. {"full": 4, "window": 20}."""
-    counts: dict[str, int] = {}
-    for kind in (type(layer_cache).__name__ for layer_cache in caches):
-        name = LAYOUTS[kind][0] if kind in LAYOUTS else kind
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 class Runner:
@@ -69,52 +40,77 @@ class Runner:
     def __init__(
         self,
         model: LoadedModel,
-        codec: KVCodec,
+        scheme: KVScheme,
         *,
         max_width: int = 512,
         span_step: int = 1,
         ring_slack: int = RING_SLACK,
     ) -> None:
-        family, caches = model.family, model.caches
+        family, shapes = model.family, model.shapes
         self.model = model
         self.max_width = max_width
+        self.span_step = span_step
         self.ragged_widths = family.ragged_widths
         self.ragged_offsets = family.ragged_offsets
-        self.recurrent = "recurrent" in layout_names(model.caches)
+        self.recurrent = "recurrent" in layout_names(shapes)
+        self.plan = scheme.plan(shapes)
+        self.ring_slack = max(max_width, ring_slack)
         self.kv = KVBatch(
-            lambda num_slots: [
-                LAYOUTS[type(cache).__name__][1](cache, codec, num_slots, max(max_width, ring_slack))
-                for cache in caches
-            ],
+            lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class()),
             array_offsets=family.ragged_offsets,
             mask_axes=family.mask_axes,
             span_step=span_step,
+            arrange=lambda layouts: arrange(shapes, layouts),
         )
         self._selection: Selection | None = install(model.module)
+        if self.recurrent:
+            tape.install(model.module)
+
+    def capture_hidden(self) -> None:
+        """From now on `take_hidden` gives what each forward's vocabulary head saw. Raises ModelError if nobody can."""
+        if self._selection is None:
+            raise ModelError(
+                f"This draft model reads hidden states, which {self.model.family.name} does not give; "
+                "serve without it."
+            )
+        self._selection.capturing = True
+
+    def take_hidden(self) -> mx.array | None:
+        """[rows, width, D] of the last forward, lazily; None unless they are captured."""
+        if self._selection is None:
+            return None
+        hidden, self._selection.hidden = self._selection.hidden, None
+        return hidden
 
     def forward(
-        self, group: Group, tokens: Sequence[Sequence[int]] | mx.array, wanted: Sequence[int] | None
+        self,
+        group: Group,
+        tokens: Sequence[Sequence[int]] | mx.array,
+        wanted: Sequence[Sequence[int]] | None,
+        *,
+        rewindable: bool = False,
     ) -> tuple[mx.array, mx.array]:
         """Builds a forward. Returns (tokens int32[rows, width], logits [rows, K, V]).
 
-        `tokens` are each row's tokens, or the device array int32[rows, 1] of the last draw. `wanted` names one position
-        a row (K = 1); None wants all (K = width). The KV holds the new tokens once `kv.commit` was called.
+        `tokens` are each row's tokens, or the device array int32[rows, 1] of the last draw. `wanted` names K positions
+        of each row; None wants all (K = width). `rewindable`: rows may keep less than they feed. The KV holds the new
+        tokens once `kv.commit` was called.
         """
         if not isinstance(tokens, mx.array):
             padded = np.zeros((len(tokens), group.width), np.int32)
             for row, known in enumerate(tokens):
                 padded[row, : len(known)] = known
             tokens = mx.array(padded)
-        self.kv.begin(group)
+        self.kv.begin(group, rewindable=rewindable)
         if wanted is None or group.width == 1:
-            return tokens, self.model.module(tokens, cache=self.kv.layers)
-        index = mx.array(list(wanted), dtype=mx.int32)[:, None]
+            return tokens, self.model.module(tokens, cache=self.kv.caches)
+        index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
         if self._selection is None:
-            logits = self.model.module(tokens, cache=self.kv.layers)
+            logits = self.model.module(tokens, cache=self.kv.caches)
             return tokens, mx.take_along_axis(logits, index[..., None], axis=1)
         self._selection.index = index
         try:
-            return tokens, self.model.module(tokens, cache=self.kv.layers)
+            return tokens, self.model.module(tokens, cache=self.kv.caches)
         finally:
             self._selection.index = None
 
@@ -135,7 +131,7 @@ class Runner:
             tokens, width = tokens[:, : max(kept)], max(kept)
         masked = Group(group.lo, width, tuple(kept))
         self.kv.begin(masked)
-        self.model.module(tokens, cache=self.kv.layers)
+        self.model.module(tokens, cache=self.kv.caches)
         self.kv.commit(masked, kept)
 
     def abort(self) -> None:

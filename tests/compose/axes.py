@@ -23,10 +23,10 @@ MIXED = (
 
 AXES: Mapping[str, Sequence[object]] = {
     "sampler": ("greedy", "mixed"),
-    "codec": ("off", "8", "4"),
-    "provider": ("none", "oracle"),
-    "store": ("none", "dict", "ram"),
-    "constraint": ("none", "modulo"),
+    "codec": ("off", "8", "4", "turbo", "turbo-k4v2@20", "mixed"),
+    "provider": ("none", "oracle", "ngram", "model"),
+    "store": ("none", "dict", "ram", "restart"),
+    "constraint": ("none", "modulo", "forced"),
     "rows": (1, 3, 6),
     "chunk": (7, 16, 512),
     "order": ("together", "staggered", "leavers"),

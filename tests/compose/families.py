@@ -66,6 +66,9 @@ def _weight(name: str, initial: mx.array, key: mx.array, gain: float, embedding_
     *_, module, leaf = ("", *name.split("."))
     if initial.dtype == mx.uint32:  # packed weights
         return mx.random.randint(0, 1 << 32, initial.shape, dtype=mx.uint32, key=key)
+    if initial.dtype == mx.uint8:  # four weights -1, 0 or 1 in two bits each
+        codes = mx.random.randint(0, 3, (4, *initial.shape), key=key)
+        return mx.sum(codes << (2 * mx.arange(4)).reshape(-1, 1, 1), axis=0).astype(mx.uint8)
     noise = mx.random.normal(initial.shape, key=key)
     if leaf in _DECAYS:
         return _DECAYS[leaf] + 0.3 * noise

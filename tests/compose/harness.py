@@ -9,18 +9,21 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from mantou.cache.none import NoStore
+from mantou.cache.none import NoCheckpoints, NoStore
 from mantou.data import Request, Sampling, TokenEvent
 from mantou.engine.axes import Axes
 from mantou.engine.none import NoAdapters, NoConstraints
 from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
 from mantou.engine.step import Step
-from mantou.kv.codecs import make_codec
+from mantou.kv.codecs import Affine, Native, make_scheme
+from mantou.kv.codecs.schemes import Delayed, PerLayer, Turbo
+from mantou.kv.plan import KVPlan
+from mantou.kv.shapes import LayerShape
 from mantou.models.families import Family
 from mantou.models.load import LoadedModel, describe
 from mantou.models.runner import RING_SLACK, Runner
-from mantou.protocols import CacheKey
+from mantou.protocols import CacheKey, KVCodec
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.none import NoDraft
 
@@ -56,11 +59,38 @@ class Case:
     bucketed: bool = False
     provider: Any = field(default_factory=NoDraft)
     store: Any = field(default_factory=NoStore)
+    checkpoints: Any = field(default_factory=NoCheckpoints)
+    adapters: Any = field(default_factory=NoAdapters)
     constraints: Any = field(default_factory=NoConstraints)
     scheduler: Any = None
     seed: int = 0
     ring_slack: int = RING_SLACK
     pipelined: bool = True
+    fill: bool = False
+    sampler: Any = field(default_factory=DeviceSampler)
+
+
+class Mixed:
+    """Every layer another codec, as a kv_config.json may ask for."""
+
+    name = "mixed"
+
+    def plan(self, shapes: Sequence[LayerShape]) -> KVPlan:
+        layers = sorted({shape.layer for shape in shapes if shape.has_columns})
+        codecs: list[KVCodec] = [Affine(8, 32), Native(), Affine(4)]
+        return PerLayer({layer: codecs[i % 3] for i, layer in enumerate(layers)}).plan(shapes)
+
+
+def scheme(codec: str) -> Any:
+    """A name of --kv-quant, perhaps with @N: from N tokens on. The rotations take the tiny models' head dimensions."""
+    if codec == "mixed":
+        return Mixed()
+    name, _, start = codec.partition("@")
+    bits = {"turbo": (8, 3), "turbo-k4v2": (4, 2)}.get(name)
+    if bits is None:
+        return make_scheme(name, start=int(start or 0))
+    turbo = Turbo(*bits, head_dims=(32, 64, 128))
+    return Delayed(turbo, int(start)) if start else turbo
 
 
 def make_step(case: Case) -> Step:
@@ -68,21 +98,22 @@ def make_step(case: Case) -> Step:
     shapes = Shapes(case.bucketed)
     runner = Runner(
         loaded,
-        make_codec(case.codec),
+        scheme(case.codec),
         max_width=case.chunk,
         span_step=shapes.span_step,
         ring_slack=case.ring_slack,
     )
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),
-        sampler=DeviceSampler(),
+        sampler=case.sampler,
         provider=case.provider,
         constraints=case.constraints,
         store=case.store,
-        adapters=NoAdapters(),
+        adapters=case.adapters,
+        checkpoints=case.checkpoints,
         cache_key=lambda adapters: CacheKey(case.family, adapters, case.codec, "none"),
     )
-    return Step(runner, axes, shapes, context_length=4096, pipelined=case.pipelined)
+    return Step(runner, axes, shapes, context_length=4096, pipelined=case.pipelined, fill=case.fill)
 
 
 def prompts(vocab: int = VOCAB, lengths: Sequence[int] = (5, 41, 17, 70, 9, 1)) -> list[tuple[int, ...]]:

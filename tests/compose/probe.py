@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mantou.cache.ram import RamStore
 from mantou.data import Request, Sampling
 from mantou.models import families
+from mantou.models.layouts import KINDS, layout_names
 from mantou.models.load import make_caches
-from mantou.models.runner import LAYOUTS, layout_names
 from tests.compose.families import BROKEN, FAMILIES, OWN_CACHE, RECOMPUTE, tiny
-from tests.compose.harness import Case, capabilities, model, requests, run
+from tests.compose.harness import Case, Outcome, capabilities, model, requests, run
 from tests.fakes import NoisyOracle
 
 TABLE = Path(families.__file__).with_name("families.json")
@@ -30,8 +32,7 @@ def probe(name: str) -> dict[str, Any]:
     """The family's row of families.json."""
     reason = BROKEN.get(name) or OWN_CACHE.get(name)
     if reason is None:
-        kinds = {type(cache).__name__ for cache in make_caches(tiny(name))}
-        unknown = sorted(kinds - set(LAYOUTS))
+        unknown = sorted(set(layout_names(model(name).shapes)) - {*KINDS.values(), "keys"})
         reason = (
             f"its layers keep their cache in {', '.join(unknown)}, which has no layout yet"
             if unknown
@@ -42,7 +43,7 @@ def probe(name: str) -> dict[str, Any]:
     if reason is not None:
         return {"supported": False, "reason": reason}
     found = capabilities(name)
-    row: dict[str, Any] = {"supported": True, "layouts": sorted(layout_names(model(name).caches))}
+    row: dict[str, Any] = {"supported": True, "layouts": sorted(layout_names(model(name).shapes))}
     row |= {} if found.ragged_offsets else {"ragged_offsets": False}
     row |= {} if found.ragged_widths else {"ragged_widths": False}
     row |= {} if found.mask_axes == 4 else {"mask_axes": found.mask_axes}
@@ -50,7 +51,8 @@ def probe(name: str) -> dict[str, Any]:
 
 
 def difference(name: str) -> str | None:
-    """The first run whose tokens are not those of the graph with mlx-lm's own cache, None if all agree."""
+    """The first run whose tokens are not those they should be, None if all agree: with native KV those of the graph
+    with mlx-lm's own cache, with quantised KV those of one row on its own."""
     vocab = model(name).config.get("vocab_size") or model(name).config["text_config"]["vocab_size"]
     wanted = requests(Sampling(), NUM_TOKENS)[:4]
     expected = {request.id: serial(name, request) for request in wanted}
@@ -58,17 +60,33 @@ def difference(name: str) -> str | None:
     cases = {
         "one row": (Case(name), {}),
         "rows of different lengths": (Case(name, rows=3, chunk=16), STAGGERED),
-        "idle rows and padding": (Case(name, rows=3, chunk=16, bucketed=True), STAGGERED),
-        "drafts": (Case(name, rows=3, provider=oracle), {}),
+        "idle rows, padding and drafts": (Case(name, rows=3, bucketed=True, provider=oracle), STAGGERED),
     }
     for what, (case, arrivals) in cases.items():
-        outcome = run(case, wanted, arrivals)
-        errors = [event.error for event in outcome.events if event.error]
-        if errors:
-            return f"{what}: {errors[0]}"
-        if outcome.tokens != expected:
-            return f"{what} give other tokens than mlx-lm"
-    return None
+        if (wrong := _compare(what, run(case, wanted, arrivals), expected)) is not None:
+            return wrong
+    return _quantised_difference(name, wanted, vocab)
+
+
+def _quantised_difference(name: str, wanted: list[Request], vocab: int) -> str | None:
+    """The same with 4-bit KV, rows of different lengths, drafts and a second turn out of the prompt cache."""
+    alone = run(Case(name, codec="4"), wanted)
+    again = [replace(r, id=f"t{r.id}", prompt=(*r.prompt, *alone.tokens[r.id], 1, 2)) for r in wanted[:2]]
+    alone_again = run(Case(name, codec="4"), again)
+    store = RamStore(1 << 28, recurrent="recurrent" in layout_names(model(name).shapes))
+    oracle = NoisyOracle({**alone.tokens, **alone_again.tokens}, 0.7, min(vocab, 97))
+    case = Case(name, rows=3, chunk=16, codec="4", provider=oracle, store=store)
+    together = run(case, wanted, STAGGERED)
+    wrong = _compare("rows with 4-bit KV and drafts", together, alone.tokens)
+    wrong = wrong or _compare("rows out of the prompt cache", run(case, again), alone_again.tokens)
+    return wrong or (None if store.counters.hits == len(again) else "the prompt cache finds nothing again")
+
+
+def _compare(what: str, outcome: Outcome, expected: Mapping[str, list[int]]) -> str | None:
+    errors = [event.error for event in outcome.events if event.error]
+    if errors:
+        return f"{what}: {errors[0]}"
+    return None if outcome.tokens == expected else f"{what} give other tokens than they should"
 
 
 def serial(name: str, request: Request) -> list[int]:

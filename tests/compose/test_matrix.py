@@ -12,10 +12,11 @@ import pytest
 from mantou.cache.none import NoStore
 from mantou.cache.ram import RamStore
 from mantou.data import Request
-from mantou.spec.none import NoDraft
 from tests.compose.axes import MIXED, combinations, wishes
+from tests.compose.drafts import make_provider
 from tests.compose.harness import VOCAB, Case, Outcome, requests, run
-from tests.fakes import ConstraintsFor, DictStore, Modulo, NoisyOracle
+from tests.compose.restarts import Restartable
+from tests.fakes import ConstraintsFor, DictStore, Forced, Modulo, NoisyOracle
 
 FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_5", "mamba2")
 # Their graphs sum a chunk of tokens in another order than single tokens, so log-probabilities agree to 1e-4 only.
@@ -31,8 +32,9 @@ CELLS = [
 
 def constraints(kind: str) -> ConstraintsFor:
     """Rows 1 and 3 are constrained, their neighbours are not."""
+    makers = {"modulo": Modulo, "forced": Forced}
     return ConstraintsFor(
-        {} if kind == "none" else {name: lambda: Modulo(VOCAB) for name in ("r1", "r3", "t1", "t3")}
+        {} if kind == "none" else {name: lambda: makers[kind](VOCAB) for name in ("r1", "r3", "t1", "t3")}
     )
 
 
@@ -41,12 +43,13 @@ def make_store(kind: str, family: str) -> Any:
         "none": NoStore,
         "dict": DictStore,
         "ram": lambda: RamStore(1 << 30, recurrent=family in RECURRENT),
+        "restart": lambda: Restartable(recurrent=family in RECURRENT),
     }
     return stores[kind]()
 
 
 def num_hits(store: Any) -> int:
-    return store.hits if isinstance(store, DictStore) else store.counters.hits
+    return store.counters.hits if isinstance(store, RamStore) else store.hits
 
 
 def second_turn(first: Sequence[Request], answers: dict[str, list[int]]) -> list[Request]:
@@ -96,7 +99,8 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
         codec=codec,
         bucketed=cell["shapes"] == "bucketed",
         pipelined=cell["steps"] == "pipelined",
-        provider=NoisyOracle(answers, 0.7, VOCAB) if cell["provider"] == "oracle" else NoDraft(),
+        provider=make_provider(cell["provider"], family, answers, store),
+        fill=constraint == "forced",
         constraints=constraints(constraint),
         store=store,
     )
@@ -106,9 +110,13 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
         for name in ("r1", "r3", "r4", "r5"):
             assert leavers.tokens[name] == expected.tokens[name]
     check(family, expected, run(case, first, staggered))
+    if isinstance(store, Restartable):
+        store.restart()
     check(family, expected_next, run(case, second_turn(first, expected.tokens), staggered))
     if store.wants:
         assert num_hits(store), "the second turn must find the first"
+    if isinstance(store, Restartable):
+        store.close()
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text"])

@@ -9,14 +9,16 @@ import mlx.core as mx
 import pytest
 
 from mantou.data import Sampling
-from mantou.engine import step as step_module
+from mantou.engine import flight as flight_module
+from mantou.engine.groups import Feed
 from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import Geometry
 from mantou.kv.recurrent import RecurrentState
+from mantou.kv.tape import Tape
 from mantou.models.runner import Runner
 from mantou.sampling import noise, sampler
 from tests.compose.harness import VOCAB, Case, requests, run
-from tests.fakes import NoisyOracle
+from tests.fakes import ConstraintsFor, Forced, NoisyOracle
 
 GREEDY = Sampling()
 STAGGERED = {"r1": 2, "r2": 3, "r3": 9, "r4": 11}
@@ -40,7 +42,7 @@ def test_accepting_every_draft_token_is_noticed(monkeypatch: pytest.MonkeyPatch)
     def accept_all(draft: Sequence[int], drawn: Sequence[int]) -> list[int]:
         return [*draft, drawn[len(draft)]]
 
-    assert differs(plant=lambda: monkeypatch.setattr(step_module, "agree", accept_all))
+    assert differs(plant=lambda: monkeypatch.setattr(flight_module, "agree", accept_all))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
@@ -62,7 +64,23 @@ def test_skipping_the_replay_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     def skip(runner: Runner, group: Any, tokens: Any, kept: Sequence[int]) -> None:
         runner.kv.commit(group, group.num_tokens)
 
-    assert differs("qwen3_5", plant=lambda: monkeypatch.setattr(Runner, "replay", skip))
+    assert differs("jamba", plant=lambda: monkeypatch.setattr(Runner, "replay", skip))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_a_tape_that_stops_a_token_late_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewound = Tape.rewound
+    late = lambda tape, kept: rewound(tape, kept + 1)  # noqa: E731
+    assert differs(family, plant=lambda: monkeypatch.setattr(Tape, "rewound", late))
+
+
+def test_sure_tokens_that_are_drawn_at_their_first_place_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def everywhere(feed: Feed) -> None:
+        return None
+
+    constraints = ConstraintsFor({"r1": lambda: Forced(VOCAB)})
+    plant = lambda: monkeypatch.setattr(Feed, "wanted", property(everywhere))  # noqa: E731
+    assert differs(constraints=constraints, fill=True, plant=plant)
 
 
 def test_a_mask_that_shows_other_rows_garbage_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

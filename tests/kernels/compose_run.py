@@ -10,10 +10,11 @@ import sys
 from mantou.models.load import describe
 from mantou.models.ops.cpu import CpuOps
 from tests.compose import harness
-from tests.compose.axes import MIXED, combinations
+from tests.compose.axes import AXES, MIXED, combinations
+from tests.compose.drafts import make_provider
 from tests.compose.families import FAMILIES, tiny
-from tests.compose.harness import VOCAB, Case, requests, run
-from tests.fakes import DictStore, NoisyOracle
+from tests.compose.harness import Case, requests, run
+from tests.fakes import DictStore
 
 ARRIVALS = {"r1": 2, "r2": 3, "r3": 9, "r4": 11, "r5": 11}
 
@@ -31,14 +32,12 @@ def cells(family: str, seed: int) -> tuple[int, int]:
     """(cells run, cells that differ from the plain single-row run with the same kernels)."""
     with_kernels(family)
     wanted = requests(MIXED)
-    expected = {codec: run(Case(family, codec=codec), wanted).tokens for codec in ("off", "8", "4")}
+    expected = {codec: run(Case(family, codec=codec), wanted).tokens for codec in AXES["codec"]}
     num_different = 0
     chosen = combinations(seed)
     for cell in chosen:
         codec = cell["codec"]
-        changes: dict[str, object] = {}
-        if cell["provider"] == "oracle":
-            changes["provider"] = NoisyOracle(expected[codec], 0.7, VOCAB)
+        changes: dict[str, object] = {"provider": make_provider(cell["provider"], family, expected[codec])}
         if cell["store"] != "none":
             changes["store"] = DictStore()
         case = Case(

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mantou.kv.codecs import Affine, Native
+from mantou.kv.codecs import Affine, Native, Uniform
 from mantou.models.families import Family
 from mantou.models.load import describe, make_caches
 from mantou.models.ops import cpu, fast, fused, modules
@@ -91,7 +91,7 @@ def runs(model: Any, codec: Any) -> list[np.ndarray]:
 
     Row 0 outgrows the ring of a window layer (window + 512 columns) in the second forward.
     """
-    runner = Runner(describe(model, {}, Family("any", supported=True)), codec, max_width=300)
+    runner = Runner(describe(model, {}, Family("any", supported=True)), Uniform(codec), max_width=300)
     runner.kv.resize(3)
     generator = np.random.default_rng(0)
     out = []

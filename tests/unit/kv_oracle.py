@@ -8,22 +8,32 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mantou.kv.delayed import Delayed
 from mantou.kv.layouts import FullRows, WindowRing
 from mantou.kv.pieces import Piece
+from mantou.kv.plan import LayerCodec, alike
 from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import KVCodec
 
 WINDOW, SLACK = 5, 12
+START = 9  # from which on delayed rows are packed
 HEADS, DIM = 2, 32
 PRIME = 1009  # of the recurrence: states stay exact in float32
 
 
 def layouts(codec: KVCodec, num_slots: int) -> list[Any]:
     return [
-        FullRows(codec, num_slots),
-        WindowRing(codec, num_slots, WINDOW, SLACK),
+        FullRows(alike(codec), num_slots),
+        WindowRing(alike(codec), num_slots, WINDOW, SLACK),
         RecurrentState(1, num_slots),
+        Delayed(lambda inner: FullRows(inner, num_slots), _delayed(codec)),
+        Delayed(lambda inner: WindowRing(inner, num_slots, WINDOW, SLACK), _delayed(codec)),
     ]
+
+
+def _delayed(codec: KVCodec) -> LayerCodec:
+    """Stored as before beyond the threshold too, so that what attention sees stays exact."""
+    return LayerCodec(codec, codec, start=START, below=alike(codec))
 
 
 def recurrence(state: int, token: int) -> int:

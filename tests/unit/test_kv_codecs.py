@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from mantou.errors import ConfigError
 from mantou.kv.batch import capacity_bucket
-from mantou.kv.codecs import Affine, Native, make_codec
+from mantou.kv.codecs import Affine, Native, make_scheme
+from mantou.models.load import enter_mlx_lm
 
 PLAIN = settings(deadline=None, max_examples=40)
 
@@ -59,7 +62,7 @@ def test_a_token_is_packed_the_same_in_any_batch_and_chunk(bits: int) -> None:
 def test_bytes_per_token_are_those_of_the_arrays(
     name: str, heads: int, head_dim: int, dtype: mx.Dtype
 ) -> None:
-    codec = make_codec(name)
+    codec = make_scheme(name).codec
     parts = codec.pack(mx.zeros((1, heads, 16, head_dim), dtype))
     assert codec.bytes_per_token(heads, head_dim, dtype.size) == sum(part.nbytes for part in parts) / 16
 
@@ -70,13 +73,15 @@ def test_the_native_codec_changes_nothing() -> None:
 
 
 def test_each_scheme_has_its_own_name() -> None:
-    assert [make_codec(name).name for name in ("off", "8", "4")] == ["native", "kv8", "kv4"]
+    assert [make_scheme(name).name for name in ("off", "8", "4")] == ["native", "kv8", "kv4"]
 
 
 def test_an_unknown_scheme_and_an_odd_head_dimension_are_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"--kv-quant takes off, 8, 4, not '6'\."):
-        make_codec("6")
-    with pytest.raises(ConfigError, match="a head dimension divisible by 32, this model has 80"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-quant takes off, 8, 4, turbo, turbo-k4v2, config, not '6'\."
+    ):
+        make_scheme("6")
+    with pytest.raises(ConfigError, match="need a head dimension divisible by 32, this model has 80"):
         Affine(4).pack(mx.zeros((1, 1, 1, 80)))
 
 
@@ -100,3 +105,21 @@ def test_a_row_that_grows_to_a_million_tokens_meets_few_capacities() -> None:
         sizes.add(capacity_bucket(length))
         length = capacity_bucket(length) + 1
     assert len(sizes) < 60
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_uniform_groups_are_those_of_mlx_lms_own_quantised_cache(bits: int, group_size: int) -> None:
+    enter_mlx_lm()
+    oracle = importlib.import_module("mlx_lm.models.cache").QuantizedKVCache(group_size=group_size, bits=bits)
+    keys, values = (mx.random.normal((1, 2, 9, 64), key=mx.random.key(i)) for i in (0, 1))
+    expected = [
+        oracle.update_and_fetch(keys[:, :, lo:hi], values[:, :, lo:hi]) for lo, hi in ((0, 5), (5, 9))
+    ][-1]
+    codec = make_scheme(str(bits), group_size=group_size).codec
+    for x, packed in zip((keys, values), expected, strict=True):
+        for part, other in zip(codec.pack(x), packed, strict=True):
+            assert mx.array_equal(part, other)
+        assert mx.array_equal(
+            codec.unpack(codec.pack(x), mx.float32), mx.dequantize(*packed, group_size=group_size, bits=bits)
+        )

@@ -9,6 +9,7 @@ from mantou.kv.batch import KVBatch
 from mantou.kv.codecs import Native
 from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import FullRows
+from mantou.kv.plan import alike
 from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import Group
 
@@ -104,7 +105,7 @@ def test_every_mask_is_built_once_a_step() -> None:
 # ------------------------------------------------------------------ bounds
 @pytest.fixture
 def batch() -> KVBatch:
-    made = KVBatch(lambda num_slots: [FullRows(Native(), num_slots), RecurrentState(1, num_slots)])
+    made = KVBatch(lambda num_slots: [FullRows(alike(Native()), num_slots), RecurrentState(1, num_slots)])
     made.resize(2)
     return made
 

@@ -13,6 +13,7 @@ from mantou.kv.batch import KVBatch, RowSnapshot
 from mantou.kv.codecs import Affine, Native
 from mantou.kv.layouts import FullRows
 from mantou.kv.pieces import Piece
+from mantou.kv.plan import alike
 from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import Group, Hit, KVCodec
 from tests.unit.kv_oracle import DIM, HEADS, SLACK, WINDOW, Row, advance, attention_sees, layouts
@@ -110,17 +111,18 @@ class Batch(RuleBasedStateMachine):
     # -- forwards
     def feed(self, group: Group, tokens: np.ndarray) -> None:
         """Runs the layers over a begun group and compares what its valid queries see."""
-        full, ring, recurrent = self.kv.layers
+        full, ring, recurrent, delayed, delayed_ring = self.kv.layers
         seen_full, seen_ring = attention_sees(full, tokens), attention_sees(ring, tokens)
+        seen_delayed = attention_sees(delayed, tokens), attention_sees(delayed_ring, tokens)
         advance(recurrent, tokens)
         for i, num_tokens in enumerate(group.num_tokens):
             row = self.rows[group.lo + i]
             for t in range(num_tokens):
                 assert row is not None
                 known = sorted(float(x) for x in (*row.tokens, *tokens[i, : t + 1]))
-                assert seen_full[i][t] == known
+                assert seen_full[i][t] == seen_delayed[0][i][t] == known
                 newest = [*row.tokens, *tokens[i, : t + 1]][-WINDOW:]
-                assert seen_ring[i][t] == sorted(float(x) for x in newest)
+                assert seen_ring[i][t] == seen_delayed[1][i][t] == sorted(float(x) for x in newest)
 
     def group(self, data: st.DataObject) -> tuple[Group, np.ndarray] | None:
         alive = [i for i, row in enumerate(self.rows) if row is not None]
@@ -252,7 +254,7 @@ def test_attention_sees_what_the_codec_gives_back_whatever_the_chunks_and_neighb
     total = sum(widths)
     keys = mx.random.normal((3, HEADS, total, DIM), key=mx.random.key(seed)).astype(mx.bfloat16)
     expected = codec.unpack(codec.pack(keys[1:2]), mx.bfloat16)
-    kv = KVBatch(lambda num_slots: [FullRows(codec, num_slots)])
+    kv = KVBatch(lambda num_slots: [FullRows(alike(codec), num_slots)])
     kv.resize(3)
     done = 0
     for i, width in enumerate(widths):
@@ -314,3 +316,22 @@ def test_the_first_token_finds_no_recurrent_state() -> None:
     kv.clear(1)
     kv.begin(Group(1, 1, (1,)))
     assert layer[0] is None
+
+
+def test_buffers_are_lent_alike_while_a_prefix_is_copied_in() -> None:
+    """Other rows run between the growth of the keys and that of the values."""
+    layer = FullRows(alike(Native()), 2)
+    kv = KVBatch(lambda num_slots: [layer])
+    layer.resize(2)
+    kv.lengths, kv._first_columns = [0, 0], [0, 0]
+    kv.begin(Group(0, 3, (3, 3)))
+    x = mx.zeros((2, HEADS, 3, DIM))
+    layer.update_and_fetch(x, x)
+    kv.commit(Group(0, 3, (3, 3)), (3, 3))
+    growing = layer.reserve(4 * layer.capacity)
+    next(growing)
+    kv.begin(Group(0, 1, (1, 1)))
+    loan = layer.lend(mx.zeros((2, 1, DIM)), None, HEADS, DIM)
+    assert loan.keys.shape == loan.values.shape
+    layer.take_back(loan.keys, loan.values)
+    assert list(growing) == []

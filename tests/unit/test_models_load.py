@@ -44,7 +44,7 @@ def test_a_loaded_graph_computes_what_its_weights_say(tmp_path: Path) -> None:
     direct.load_weights(list(weights().items()))
     assert mx.array_equal(loaded.module(TOKENS), direct(TOKENS))
     assert (loaded.family.name, loaded.dtype, loaded.notes) == ("llama", "float32", ())
-    assert layout_names(loaded.caches) == {"full": 2}
+    assert layout_names(loaded.shapes) == {"full": 2}
     assert loaded.weights_bytes == sum(array.nbytes for array in weights().values())
 
 

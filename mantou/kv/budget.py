@@ -1,0 +1,65 @@
+"""How many bytes rows may take together, and what fits. Pure; knows no arrays and no requests.
+
+A batch is as wide as its slots and as long as its longest row, so that is what is counted: what the buffers take when
+every row has reached the length it may reach, not what they take now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mantou.errors import ConfigError
+from mantou.kv.batch import capacity_bucket
+from mantou.kv.plan import KVPlan
+
+# Of a prompt chunk's activations, bytes a token: an estimate.
+TRANSIENT_BYTES = 550_000
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """`slots` gives the slots that are allocated for a number of rows, `slack` the columns of a ring beyond its window.
+
+    `limit_bytes` None fits everything.
+    """
+
+    plan: KVPlan
+    limit_bytes: int | None
+    slots: Callable[[int], int]
+    slack: int
+
+    def bytes_of(self, lengths: Sequence[int]) -> int:
+        """What rows that may reach these lengths take together."""
+        if not lengths:
+            return 0
+        return self.slots(len(lengths)) * self.plan.row_bytes(capacity_bucket(max(lengths)), self.slack)
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        return self.limit_bytes is None or self.bytes_of(lengths) <= self.limit_bytes
+
+    def longest(self, at_most: int) -> int:
+        """The longest row, of `at_most` tokens, that fits alone; 0 if none does."""
+        low, high = 0, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits([middle]) else (low, middle - 1)
+        return low
+
+
+def kv_limit(
+    kv_budget: int | None, memory_budget: int | None, *, weights_bytes: int, chunk: int
+) -> int | None:
+    """Bytes for KV: what was given for it, or what the memory budget leaves beside weights and one prompt chunk.
+
+    Raises ConfigError if that is nothing.
+    """
+    if memory_budget is None:
+        return kv_budget
+    left = memory_budget - weights_bytes - chunk * TRANSIENT_BYTES
+    if left <= 0:
+        raise ConfigError(
+            f"--memory-budget is {memory_budget / 1e9:.2f} GB, but the weights take {weights_bytes / 1e9:.2f} GB and a "
+            f"prompt chunk about {chunk * TRANSIENT_BYTES / 1e9:.2f} GB; raise it or choose a smaller model."
+        )
+    return left if kv_budget is None else min(left, kv_budget)
