@@ -91,6 +91,7 @@ e2e: $(DEV) try-kernels ## The real server as a process: many clients, dropped c
 
 bench: $(DEV) try-kernels ## mantou and mlx_lm.server side by side; ARGS="--quick" for a short run
 	$(BIN)/python -m tests.bench $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	$(BIN)/python -m tests.bench.speculation $(if $(MODEL),--model $(MODEL))
 
 # ------------------------------------------------------------------ generated files
 docs: $(DEV) ## Write the generated parts of README.md and docs/

@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Any
 from mantou import __version__
 from mantou.config import Config
 from mantou.data import ModelInfo
-from mantou.errors import MantouError, ModelError
+from mantou.errors import ConfigError, MantouError, ModelError
 from mantou.progress import ProgressBoard
-from mantou.protocols import CacheKey, KVCodec, Mailbox, PrefixStore
+from mantou.protocols import CacheKey, CheckpointStore, Constraints, Mailbox, PrefixStore
 
 if TYPE_CHECKING:
+    from mantou.api.embedding_service import EmbeddingService
     from mantou.api.service import Service
+    from mantou.api.telemetry import Telemetry
+    from mantou.chat.grammar import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
+    from mantou.build_embeddings import EmbeddingSide
+    from mantou.engine.calls import CallEngine
     from mantou.engine.engine import Engine
     from mantou.engine.step import Step
+    from mantou.kv.budget import KVBudget
     from mantou.models.load import LoadedModel
+    from mantou.models.runner import Runner
 
 # Chosen rows: at least this many, and on a GPU up to four times as many if the KV of so many rows fits.
 MIN_ROWS = 8
@@ -48,8 +55,12 @@ class Assembly:
     tokenizer: Tokenizer
     template: ChatTemplate
     generation_config: Mapping[str, Any]
+    grammars: Grammars
     info: ModelInfo | None = None
     store: PrefixStore | None = None
+    checkpoints: CheckpointStore | None = None
+    embedding: EmbeddingSide | None = None  # the embedding model, if one is served
+    embeddings: EmbeddingService | None = None  # and once it is loaded
 
 
 def obtain_folder(config: Config, board: ProgressBoard) -> Path:
@@ -60,13 +71,19 @@ def obtain_folder(config: Config, board: ProgressBoard) -> Path:
 
 def assemble(folder: Path, config: Config) -> Assembly:
     """The text side of a model folder. Needs no MLX, so any thread may call it while the weights load."""
+    from mantou.chat.grammar import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
     from mantou.models.checkpoint import generation_config
 
     tokenizer = Tokenizer.load(folder)
     return Assembly(
-        folder, config, tokenizer, ChatTemplate.load(folder, tokenizer), generation_config(folder)
+        folder,
+        config,
+        tokenizer,
+        ChatTemplate.load(folder, tokenizer, config.tool_parser),
+        generation_config(folder),
+        Grammars(tokenizer),
     )
 
 
@@ -77,74 +94,214 @@ def make_engine(
     *,
     on_ready: Callable[[ModelInfo], None] = lambda info: None,
     on_failed: Callable[[MantouError], None] = lambda error: None,
-) -> Engine:
+) -> Engine | CallEngine:
     """An engine that loads the assembly's weights on its own thread once it is started."""
+    from mantou.build_embeddings import embedding_engine
     from mantou.engine.engine import Engine
     from mantou.models.device import release_thread
+
+    side = assembly.embedding
+    if side is not None and side.only:
+        return embedding_engine(assembly, side, on_ready=on_ready, on_failed=on_failed)
 
     def load() -> Step:
         with board.task(model_id(assembly.folder, assembly.config)) as task:
             task.stage("load")
             try:
-                step, info = load_step(assembly.folder, assembly.config, assembly.template)
+                if side is not None:
+                    side.load()
+                step, info = load_step(
+                    assembly.folder, assembly.config, assembly.template, board, assembly.grammars
+                )
             except BaseException:
                 release_thread()
                 raise
-        assembly.info, assembly.store = info, step.axes.store
+        assembly.info, assembly.store, assembly.checkpoints = info, step.axes.store, step.axes.checkpoints
+        assembly.template.finds_boundaries = "recurrent" in info.num_layers and step.axes.store.wants
         return step
 
     def ready() -> None:
         assert assembly.info is not None
+        if side is not None:
+            assembly.embeddings = side.service(engine)
+            assembly.info = side.shown_beside(assembly.info)
         on_ready(assembly.info)
 
-    return Engine(load, mailbox, max_waiting=assembly.config.max_waiting, on_ready=ready, on_failed=on_failed)
+    engine = Engine(
+        load, mailbox, max_waiting=assembly.config.max_waiting, on_ready=ready, on_failed=on_failed
+    )
+    return engine
 
 
-def load_step(folder: Path, config: Config, template: ChatTemplate | None = None) -> tuple[Step, ModelInfo]:
+def load_step(
+    folder: Path,
+    config: Config,
+    template: ChatTemplate | None = None,
+    board: ProgressBoard | None = None,
+    constraints: Constraints | None = None,
+) -> tuple[Step, ModelInfo]:
     """Loads a model on the calling thread and puts the step together. Raises MantouError."""
+    from mantou.build_drafts import make_drafting, make_sampler
     from mantou.engine.axes import Axes
     from mantou.engine.none import NoAdapters, NoConstraints
     from mantou.engine.scheduler import FairScheduler
     from mantou.engine.shapes import Shapes
     from mantou.engine.step import Step
-    from mantou.kv.codecs import make_codec
+    from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
     from mantou.models.load import load
     from mantou.models.ops import device_ops
     from mantou.models.runner import Runner
-    from mantou.sampling.sampler import DeviceSampler
-    from mantou.spec.none import NoDraft
 
-    codec = make_codec(config.kv_quant)
+    scheme = make_scheme(
+        config.kv_quant, folder, group_size=config.kv_group_size, start=config.kv_quant_start
+    )
     device = this_device()
     loaded = load(folder, dtype=config.dtype)
+    plan = scheme.plan(loaded.shapes)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     op_notes = ops.install(loaded.module)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
-    token_bytes = kv_bytes_per_token(loaded, codec)
+    token_bytes = plan.token_bytes()
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
-    info = describe(folder, config, loaded, codec.name, device.name, notes, template)
-    info = replace(
-        info, extra={"rows": rows, "kv_bytes_per_token": token_bytes, "memory_bytes": device.memory_bytes}
-    )
     shapes = Shapes(bucketed=not device.on_cpu)
-    runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    runner = Runner(loaded, scheme, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    info = describe(folder, config, loaded, plan.name, device.name, notes, template)
+    info = replace(
+        info,
+        extra={
+            "rows": rows,
+            "kv_bytes_per_token": token_bytes,
+            "memory_bytes": device.memory_bytes,
+            "kv_codecs": dict(plan.counts),
+        },
+    )
+    budget = make_budget(config, runner, shapes.slots)
+    info = limit_context(info, budget)
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"
     )
+    store, checkpoints = make_stores(config, recurrent=runner.recurrent)
+    try:
+        drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, board)
+    except BaseException:
+        store.close()
+        checkpoints.close()
+        raise
+    extra = {"drafts": drafting.note, "draft_kinds": drafting.kinds, "fill": config.fill}
+    info = replace(info, extra={**info.extra, **extra})
     axes = Axes(
-        scheduler=FairScheduler(rows),
-        sampler=DeviceSampler(),
-        provider=NoDraft(),
-        constraints=NoConstraints(),
-        store=make_store(config, recurrent=runner.recurrent),
+        scheduler=FairScheduler(rows, budget.fits),
+        sampler=make_sampler(config),
+        provider=drafting.provider,
+        constraints=constraints or NoConstraints(),
+        store=store,
         adapters=NoAdapters(),
-        cache_key=lambda adapters: CacheKey(f"{info.id} {numbers}", adapters, codec.name, "none"),
+        cache_key=lambda adapters: CacheKey(f"{info.id} {numbers}", adapters, plan.key, "none"),
+        checkpoints=checkpoints,
     )
-    step = Step(runner, axes, shapes, context_length=info.context_length, pipelined=not device.on_cpu)
+    step = Step(
+        runner,
+        axes,
+        shapes,
+        context_length=info.context_length,
+        pipelined=not device.on_cpu,
+        fill=config.fill is not None,
+    )
     return step, info
+
+
+def make_budget(config: Config, runner: Runner, slots: Callable[[int], int]) -> KVBudget:
+    """What rows may take together. Raises ConfigError if the memory budget leaves nothing for them."""
+    from mantou.kv.budget import KVBudget, kv_limit
+    from mantou.models.device import limit_memory
+
+    limit = kv_limit(
+        config.kv_budget_bytes,
+        config.memory_budget_bytes,
+        weights_bytes=runner.model.weights_bytes,
+        chunk=config.prefill_chunk,
+    )
+    if config.memory_budget_bytes is not None:
+        limit_memory(config.memory_budget_bytes)
+    return KVBudget(runner.plan, limit, slots, runner.ring_slack)
+
+
+def because(info: ModelInfo) -> str:
+    """Why the context is shorter than the model's own, in brackets, if it is."""
+    reason = info.extra.get("context_reason")
+    return f" ({reason})" if reason else ""
+
+
+def limit_context(info: ModelInfo, budget: KVBudget) -> ModelInfo:
+    """The context shortened to the longest row that the budget holds. Raises ConfigError if it holds none."""
+    longest = budget.longest(info.context_length)
+    if longest == info.context_length or budget.limit_bytes is None:
+        return info
+    limit = f"{budget.limit_bytes / 1e9:.3g} GB for keys and values"
+    if not longest:
+        smallest = budget.bytes_of([1]) / 1e9
+        raise ConfigError(
+            f"The budget leaves {limit}, but the shortest row of this model takes {smallest:.3g} GB; raise --kv-budget "
+            "or --memory-budget."
+        )
+    token = budget.plan.token_bytes() / 1024
+    extra = {**info.extra, "context_reason": f"the budget has {limit}, a token takes {token:.0f} KiB"}
+    note = f"context {info.context_length} -> {longest} tokens: the budget has {limit}"
+    return replace(info, context_length=longest, notes=(*info.notes, note), extra=extra)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for settings that contradict each other, before anything slow begins."""
+    from mantou.spec.setup import check as check_drafting
+
+    check_drafting(config)
+    check_access(config)
+    if config.tool_parser is not None:
+        from mantou.chat.tools import check_name
+
+        check_name(config.tool_parser)
+    if config.generation_checkpoint and config.ssd_cache_dir is None:
+        raise ConfigError(
+            "--generation-checkpoint keeps answers in progress in the folder of --ssd-cache; give one, or leave it out."
+        )
+
+
+def check_access(config: Config) -> None:
+    """Raises ConfigError for a server that every machine around could use without a key, and nobody meant it."""
+    from mantou.api.guard import is_loopback
+
+    closed = config.api_key is not None or config.api_key_file is not None
+    if not (closed or config.insecure_no_auth or is_loopback(config.host)):
+        raise ConfigError(
+            f"--host {config.host} opens the server to other machines, and no key is asked for; give --api-key or "
+            "--api-key-file, or --insecure-no-auth if everybody there may use it."
+        )
+
+
+def make_telemetry(config: Config) -> Telemetry | None:
+    """Spans for the collector that the environment names, if it does. Raises ConfigError without the extra `otel`."""
+    from mantou.api import telemetry
+
+    return telemetry.Telemetry(__version__, config.host, config.port) if telemetry.wanted() else None
+
+
+def make_stores(config: Config, *, recurrent: bool) -> tuple[PrefixStore, CheckpointStore]:
+    """Where prompts and answers in progress are kept. Raises ConfigError if the folder cannot be used."""
+    from mantou.cache.checkpoints import SsdCheckpoints
+    from mantou.cache.none import NoCheckpoints
+
+    check(config)
+    store = make_store(config, recurrent=recurrent)
+    if config.ssd_cache_dir is None or not config.generation_checkpoint:
+        return store, NoCheckpoints()
+    try:
+        return store, SsdCheckpoints(config.ssd_cache_dir, config.generation_checkpoint)
+    except ConfigError:
+        store.close()
+        raise
 
 
 def make_store(config: Config, *, recurrent: bool) -> PrefixStore:
@@ -184,7 +341,7 @@ def describe(
         dtype=loaded.dtype,
         device=device,
         kv_scheme=kv_scheme,
-        num_layers=layout_names(loaded.caches),
+        num_layers=layout_names(loaded.shapes),
         reasoning=template is not None and template.reasoning is not None,
         notes=notes,
     )
@@ -213,19 +370,6 @@ def model_id(folder: Path, config: Config) -> str:
     return folder.name if Path(config.model).expanduser().exists() else config.model
 
 
-def kv_bytes_per_token(loaded: LoadedModel, codec: KVCodec) -> float:
-    """Bytes that one token of context takes in the layers that keep keys and values."""
-    heads = config_number(loaded, ("num_attention_heads", "n_head")) or 8
-    kv_heads = config_number(loaded, ("num_key_value_heads",)) or heads
-    hidden = config_number(loaded, ("hidden_size", "n_embd")) or 4096
-    head_dim = config_number(loaded, ("head_dim",)) or hidden // heads
-    itemsize = 4 if loaded.dtype == "float32" else 2
-    from mantou.models.runner import layout_names
-
-    num_layers = sum(count for name, count in layout_names(loaded.caches).items() if name != "recurrent")
-    return 2 * num_layers * codec.bytes_per_token(kv_heads, head_dim, itemsize)
-
-
 def default_rows(loaded: LoadedModel, token_bytes: float, kind: str, memory_bytes: int) -> int:
     """Rows whose KV at a typical context fits beside the weights in three quarters of the memory; at least 8."""
     fitting = (memory_bytes * 0.75 - loaded.weights_bytes) // max(token_bytes * _TYPICAL_CONTEXT, 1)
@@ -240,9 +384,13 @@ def make_service(
     on_failed: Callable[[MantouError], None] = lambda error: None,
 ) -> Service:
     """The server's state. The model is fetched and loaded in the background once the HTTP layer has started."""
+    from mantou.api.logs import log_request
     from mantou.api.service import Loaded, Service
+    from mantou.build_embeddings import add_embeddings
 
-    engines: list[Engine] = []
+    check(config)
+    telemetry = make_telemetry(config)
+    engines: list[Engine | CallEngine] = []
 
     def fail(service: Service, error: MantouError) -> None:
         service.failed(error)
@@ -251,6 +399,7 @@ def make_service(
     def prepare(service: Service) -> None:
         try:
             assembly = assemble(obtain_folder(config, board), config)
+            add_embeddings(assembly, board, model_id)
         except MantouError as error:
             fail(service, error)
             return
@@ -259,7 +408,7 @@ def make_service(
             return
 
         def ready(info: ModelInfo) -> None:
-            assert assembly.store is not None
+            assert assembly.store is not None and assembly.checkpoints is not None
             loaded = Loaded(
                 info=info,
                 tokenizer=assembly.tokenizer,
@@ -268,6 +417,9 @@ def make_service(
                 created=int(time.time()),
                 library=lambda: library_rows(config, assembly.folder),
                 store=assembly.store,
+                checkpoints=assembly.checkpoints,
+                grammars=assembly.grammars,
+                embeddings=assembly.embeddings,
             )
             service.loaded(loaded, engine)
             on_ready(info)
@@ -284,8 +436,13 @@ def make_service(
     def stop() -> None:
         for engine in engines:
             engine.close()
+        if telemetry is not None:
+            telemetry.close()
 
-    return Service(config, board, version=__version__, on_start=start, on_stop=stop)
+    observers = [log_request] if telemetry is None else [log_request, telemetry]
+    return Service(
+        config, board, version=__version__, on_start=start, on_stop=stop, observers=observers
+    )
 
 
 def library_rows(config: Config, serving: Path) -> list[Mapping[str, Any]]:

@@ -9,6 +9,7 @@ class MantouError(Exception):
     status = 500
     type = "server_error"
     code: str | None = None
+    retry_after_s: int | None = None  # when the same may be tried again, if it may
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -41,6 +42,7 @@ class QueueFull(MantouError):
     status = 429
     type = "resource_admission"
     code = "queue_full"
+    retry_after_s = 1
 
 
 class ModelUnavailable(MantouError):
@@ -68,3 +70,4 @@ class EngineStopped(MantouError):
 
     status = 503
     code = "shutting_down"
+    retry_after_s = 5

@@ -145,7 +145,8 @@ class Model:
         """Submits at once; the returned iterator only reads."""
         if len(prompt.tokens) >= self.info.context_length:
             raise ContextOverflow(
-                f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}; shorten it."
+                f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}"
+                f"{build.because(self.info)}; shorten it."
             )
         request = Request(
             id=f"{self._prefix}-{next(self._numbers)}",
@@ -153,9 +154,14 @@ class Model:
             sampling=replace(sampling, xtc_exempt=(*self.tokenizer.eos, *self.tokenizer.newline_ids)),
             max_tokens=max_tokens,
             eos=self.tokenizer.eos,
+            stop=tuple(stop),
         )
         text = TextStream(
-            self.tokenizer, stop=stop, reasoning=self.template.reasoning, reasoning_open=prompt.reasoning_open
+            self.tokenizer,
+            stop=stop,
+            reasoning=self.template.reasoning,
+            reasoning_open=prompt.reasoning_open,
+            tools=self.template.tool_use(()),  # for formats that frame every answer
         )
         reader = self._read(request.id, self._mailboxes.open(request.id), text)
         next(reader)  # it has begun, so that dropping it frees the row even if nobody reads
@@ -177,7 +183,7 @@ class Model:
                 if (
                     event.finish == "stop" and event.usage is None
                 ):  # a stop string: the engine does not know yet
-                    self.engine.cancel(request_id)
+                    self.engine.cancel(request_id, "stop")
                     usage = _last(events).usage
                     event = replace(event, usage=usage and replace(usage, completion_tokens=text.num_tokens))
                 yield event

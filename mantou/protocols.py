@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mantou.data import Request, Sampling, TokenEvent
+from mantou.data import Draft, DraftAsk, GenerationCheckpoint, Request, Sampling, TokenEvent
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from mantou.kv.pieces import Piece, State
+    from mantou.kv.plan import KVPlan
+    from mantou.kv.shapes import LayerShape
 
 
 # ------------------------------------------------------------------ engine <-> world
@@ -34,6 +36,7 @@ class Load:
     slot: int  # -1 while waiting
     num_pending: int  # tokens known but not yet in the KV: > 1 is prefill, 1 is decode
     num_left: int  # tokens that may still be generated
+    num_most: int = 0  # tokens that it may ever hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,13 @@ class Sampler(Protocol):
         *,
         history: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
         allowed: Sequence[tuple[int, int, Any]] = (),
+        drafts: Sequence[Draft] = (),
     ) -> Any:
         """logits [B, T, V] -> lazy tokens int32[B, T] and log-probabilities.
 
         positions[b][t]: absolute position of the drawn token; history[b]: (tokens so far, draft);
-        allowed: (row, position, uint8[V]) of what constraints allow.
+        allowed: (row, position, uint8[V]) of what constraints allow; drafts[b]: the guess that is checked, for samplers
+        that accept it by its chances instead of drawing on their own.
         """
         ...
 
@@ -104,6 +109,9 @@ class Constraint(Protocol):
 
     def advance(self, token: int) -> None: ...
     def rewind(self, num_tokens: int) -> None: ...
+    def forced(self) -> Sequence[int]:
+        """The tokens that must come next, as far as they are certain; () if there is a choice."""
+        ...
 
 
 class Constraints(Protocol):
@@ -113,17 +121,46 @@ class Constraints(Protocol):
 
 
 # ------------------------------------------------------------------ speculation
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A forward that was committed: row i holds tokens[i, :kept[i]] at positions starts[i] and on."""
+
+    requests: Sequence[Request | None]
+    starts: Sequence[int]
+    kept: Sequence[int]
+    tokens: mx.array  # int32[B, T]
+    hidden: mx.array  # [B, T, D], what the vocabulary head sees
+
+
 class DraftProvider(Protocol):
-    """Guesses the next tokens of a row. Wrong guesses cost time, never correctness."""
+    """Guesses the next tokens of rows. Wrong guesses cost time, never correctness. Keeps its state by request."""
 
     wants_hidden: bool
 
-    def width(self, request: Request) -> int:
-        """Most tokens that `propose` may return for this request; 0 keeps the row in the pipelined path."""
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
+        """Most tokens that `propose` may return for the row now; 0 keeps it in the pipelined path."""
         ...
 
-    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]: ...
-    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None: ...
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        """A draft for each row, in order; all rows of a step are asked at once."""
+        ...
+
+    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
+        """Seconds that `propose` takes for `num_rows` rows like this one."""
+        ...
+
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        """What a row took in a step, whose draft this was."""
+        ...
+
+    def absorb(self, forwarded: Forwarded) -> None:
+        """Every committed forward, prompts included, for providers that want hidden states."""
+        ...
+
+    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+        """How long a decode step took, its drafts not counted."""
+        ...
+
     def release(self, request: Request) -> None: ...
 
 
@@ -133,6 +170,13 @@ class KVCodec(Protocol):
 
     name: str
     raw: bool  # whether a part is the values themselves, so that a primitive may read and write it
+    num_parts: int
+
+    @property
+    def affine(self) -> tuple[int, int] | None:
+        """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
+        ...
+
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         """[B, H, T, D] -> parts that share the first three axes."""
@@ -140,6 +184,19 @@ class KVCodec(Protocol):
 
     def unpack(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array: ...
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
+    def check(self, head_dim: int) -> None:
+        """Raises ConfigError for a head dimension that it cannot store."""
+        ...
+
+
+class KVScheme(Protocol):
+    """Which codec each layer's keys and values take, and from which length on."""
+
+    @property
+    def name(self) -> str: ...
+    def plan(self, shapes: Sequence[LayerShape]) -> KVPlan:
+        """Raises ConfigError if the model's layers cannot be stored like this."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +219,14 @@ class Hit:
 
 
 class RowKV(Protocol):
-    """One running row's KV, for a store to copy what it lacks."""
+    """One running row's KV, for a store to copy what it lacks.
 
+    `since`: the row is on the way, and was offered before when it held so many tokens; None: a message, a prompt or an
+    answer ends here, so that other prompts are likely to go on from it.
+    """
+
+    @property
+    def since(self) -> int | None: ...
     def columns(self, lo: int, hi: int) -> Piece:
         """Positions [lo, hi); it begins later than `lo` where a sliding window has overwritten what was asked for."""
         ...
@@ -208,6 +271,10 @@ class PrefixStore(Protocol):
         """Starts to bring a prompt's KV from slow tiers. Never waits; `wake` is called from another thread."""
         ...
 
+    def reach(self, key: CacheKey, tokens: Sequence[int]) -> int:
+        """How many of the first tokens have stored columns, with or without a state to go on from. Leaves no trace."""
+        ...
+
     def shrink(self, nbytes: int) -> int:
         """Frees at least `nbytes` of memory if it holds so much; returns what it freed."""
         ...
@@ -227,6 +294,43 @@ class PrefixStore(Protocol):
     def close(self, timeout: float | None = 30.0) -> None:
         """Stores what is queued and lets go of the disk. Not on the model thread."""
         ...
+
+
+# ------------------------------------------------------------------ interrupted answers
+class Claim(Protocol):
+    """One running request's place in a `CheckpointStore`; no other request is offered what is saved in it."""
+
+    found: GenerationCheckpoint | None  # what an interrupted run of the same request left; known once `ready`
+
+    @property
+    def ready(self) -> bool: ...
+    def save(self, checkpoint: GenerationCheckpoint) -> None:
+        """Queues it, in place of the one before. Never waits."""
+        ...
+
+    def release(self, *, done: bool) -> None:
+        """The request has ended; `done`: nobody needs to go on from here."""
+        ...
+
+
+class CheckpointStore(Protocol):
+    """Keeps answers in progress for a repeat of their request. The KV of them is the prefix store's."""
+
+    every: int  # generated tokens between two checkpoints of a row; 0 = keeps nothing
+
+    def claim(self, identity: bytes, seed: int, wake: Callable[[], None]) -> Claim:
+        """Equal identities mean that one answer may stand for the other. `wake` is called from another thread."""
+        ...
+
+    def flush(self, timeout: float | None = None) -> Mapping[str, object]:
+        """Waits until what is queued is stored, and reports. Not on the model thread."""
+        ...
+
+    def stats(self) -> Mapping[str, object]:
+        """The `generation_checkpoints` block for /stats, if any are kept. Any thread."""
+        ...
+
+    def close(self, timeout: float | None = 30.0) -> None: ...
 
 
 # ------------------------------------------------------------------ adapters

@@ -58,6 +58,7 @@ def routes() -> str:
         for method, operation in operations.items()
     ]
     posts = [(path, operations["post"]) for path, operations in paths.items() if "post" in operations]
+    posts = [(path, operation) for path, operation in posts if "requestBody" in operation]
     bodies = [one for one in posts if "properties" in _schema(one[1])]
     return "\n\n".join(
         [markdown(("method", "path", "what it answers"), rows), *(_body(*body) for body in bodies)]
@@ -113,14 +114,28 @@ def families() -> str:
 
     found = sorted(table().items())
     supported = [
-        (name, ", ".join(row.layouts), _batching(row), row.reason) for name, row in found if row.supported
+        (name, ", ".join(row.layouts), _batching(row), _codecs(row), "yes", _hits(row))
+        for name, row in found
+        if row.supported
     ]
     refused = [(name, row.reason) for name, row in found if not row.supported]
     parts = [f"{len(supported)} families are served:"]
-    parts.append(markdown(("family", "layers", "rows of one step", "note"), supported))
+    columns = ("family", "caches", "rows of one step", "KV codecs", "speculation", "prompt cache")
+    parts.append(markdown(columns, supported))
     if refused:
         parts += [f"{len(refused)} families are refused at load:", markdown(("family", "reason"), refused)]
     return "\n\n".join(parts)
+
+
+def _codecs(row: Any) -> str:
+    """What `--kv-quant` can do here; head dimensions are the checkpoint's, and checked when it is loaded."""
+    if "full" in row.layouts:
+        return "all"
+    return "8, 4, config" if set(row.layouts) & {"window", "chunked"} else "none: no keys and values"
+
+
+def _hits(row: Any) -> str:
+    return "up to a kept state" if "recurrent" in row.layouts else "to the token"
 
 
 def _batching(row: Any) -> str:
@@ -147,7 +162,8 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _result(path: Path, folder: Path) -> str:
-    from tests.bench.report import table
+    from tests.bench import cache_report, report
 
-    name = path.relative_to(folder).as_posix()
-    return f"From [{name}]({name}).\n\n{table(json.loads(path.read_text()))}"
+    name, result = path.relative_to(folder).as_posix(), json.loads(path.read_text())
+    table = cache_report.table if "cache" in result else report.table
+    return f"From [{name}]({name}).\n\n{table(result)}"

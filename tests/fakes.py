@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from mantou.cache.none import NoStore
-from mantou.data import Request, TokenEvent
+from mantou.data import Draft, DraftAsk, Request, TokenEvent
 from mantou.protocols import CacheKey, Hit, RowKV
+from mantou.spec.none import NoDraft
 
 
 class Inbox:
@@ -26,10 +27,8 @@ class Inbox:
         self.events.extend(events)
 
 
-class NoisyOracle:
+class NoisyOracle(NoDraft):
     """Proposes a row's known continuation, each token right with probability `rate`: rows accept differently."""
-
-    wants_hidden = False
 
     def __init__(
         self, continuations: dict[str, Sequence[int]], rate: float, vocab: int, width: int = 5
@@ -37,20 +36,20 @@ class NoisyOracle:
         self.continuations, self.rate, self.vocab, self._width = continuations, rate, vocab, width
         self.accepted: list[int] = []
 
-    def width(self, request: Request) -> int:
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
         return self._width if request.id in self.continuations else 0
 
-    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]:
-        done = len(tokens) - len(request.prompt)
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        return [self._guess(ask.request, len(ask.tokens), ask.width) for ask in asks]
+
+    def _guess(self, request: Request, num_tokens: int, width: int) -> Draft:
+        done = num_tokens - len(request.prompt)
         dice = random.Random(f"{request.id}{done}")
         right = self.continuations[request.id][done : done + dice.randint(0, width)]
-        return [t if dice.random() < self.rate else (t + 1) % self.vocab for t in right]
+        return Draft([t if dice.random() < self.rate else (t + 1) % self.vocab for t in right], "oracle")
 
-    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None:
-        self.accepted.append(num_accepted)
-
-    def release(self, request: Request) -> None:
-        pass
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        self.accepted.append(draft.judge(taken)[0])
 
 
 class DictStore(NoStore):
@@ -97,6 +96,32 @@ class Modulo:
     def rewind(self, num_tokens: int) -> None:
         self.advanced -= num_tokens
 
+    def forced(self) -> Sequence[int]:
+        return ()
+
+
+class Forced(Modulo):
+    """A constraint that leaves a choice for four tokens in seven; the other three are certain."""
+
+    def _certain(self, place: int) -> int | None:
+        return (13 * place + 5) % self.vocab if place % 7 in (2, 3, 4) else None
+
+    def mask(self) -> np.ndarray:
+        token = self._certain(self.advanced)
+        if token is None:
+            return super().mask()
+        return (np.arange(self.vocab) == token).astype(np.uint8)
+
+    def advance(self, token: int) -> None:
+        assert self.mask()[token], "a forbidden token came through"
+        self.advanced += 1
+
+    def forced(self) -> Sequence[int]:
+        found: list[int] = []
+        while (token := self._certain(self.advanced + len(found))) is not None:
+            found.append(token)
+        return found
+
 
 class Exploding:
     """A constraint that raises after `after` tokens."""
@@ -114,6 +139,9 @@ class Exploding:
 
     def rewind(self, num_tokens: int) -> None:
         self.left += num_tokens
+
+    def forced(self) -> Sequence[int]:
+        return ()
 
 
 class ConstraintsFor:

@@ -91,14 +91,12 @@ class FakeEngine:
             self._rows[request.id] = self._events(request)
             self.changed.notify_all()
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, finish: str = "cancelled") -> None:
         with self.changed:
             if self._rows.pop(request_id, None) is not None:
                 self._held.discard(request_id)
                 self.cancelled.add(request_id)
-                self._mailbox.put(
-                    [TokenEvent(request_id, finish="cancelled", usage=Usage(1, 0, 1, "batched"))]
-                )
+                self._mailbox.put([TokenEvent(request_id, finish=finish, usage=Usage(1, 0, 1, "batched"))])
             self.changed.notify_all()
 
     def stats(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantou import __version__
-from mantou.cli import bench, cache, gc, generate, get, ls, scan, serve
+from mantou.cli import bench, cache, gc, generate, get, keys, ls, scan, serve
 from mantou.errors import MantouError
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ VERBS = {
 for name, function in VERBS.items():
     app.command(name)(function)
 app.add_typer(cache.app, name="cache")
+app.add_typer(keys.app, name="keys")
 
 
 @app.callback(invoke_without_command=True)

@@ -27,20 +27,43 @@ def _memory(config: Config, info: ModelInfo) -> str:
         parts.append(f"prompt cache {_size(config.prompt_cache_bytes)}")
     if config.ssd_cache_dir is not None:
         parts.append(f"on disk {_size(config.ssd_cache_bytes)}")
+    if config.generation_checkpoint:
+        parts.append(f"answers saved every {config.generation_checkpoint} tokens")
     return ", ".join(parts)
+
+
+def _codecs(info: ModelInfo) -> str:
+    """The scheme, and where it is not the same for all layers, how many have which codec."""
+    counts: dict[str, int] = info.extra.get("kv_codecs", {})
+    if set(counts) <= {info.kv_scheme}:
+        return info.kv_scheme
+    return info.kv_scheme + ": " + ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
     """The card as plain lines."""
     url = f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '::') else config.host}:{port}"
     layers = ", ".join(f"{count} {name}" for name, count in info.num_layers.items())
+    embeddings = info.extra.get("embeddings")
+    if info.extra.get("embeds_only"):
+        return [
+            f"mantou is ready on {url}",
+            f"  embeds   {embeddings}, {_size(info.weights_bytes)} as {info.dtype}",
+            f"  device   {info.device}",
+            *(f"  note     {note}" for note in info.notes),
+            f"  try      curl {url}/v1/embeddings -H 'content-type: application/json' -d '{{\"input\": \"Hello\"}}'",
+        ]
     lines = [
         f"mantou is ready on {url}",
         f"  model    {info.id} ({info.model_type}, {_size(info.weights_bytes)} as {info.dtype})",
         f"  device   {info.device}",
-        f"  KV       {info.kv_scheme} ({layers} layers), context {info.context_length} tokens",
+        f"  KV       {_codecs(info)} ({layers} layers), context {info.context_length} tokens",
     ]
     lines.append(f"  memory   {_memory(config, info)}")
+    if embeddings:
+        lines.append(f"  embeds   {embeddings}")
+    if drafts := info.extra.get("drafts"):
+        lines.append(f"  drafts   {drafts}")
     lines += [f"  note     {note}" for note in info.notes]
     if stronger := _stronger(info):
         lines.append(f"  stronger {stronger}")

@@ -16,7 +16,14 @@ Model = Annotated[
     ),
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hugging Face repo.")]
-KvQuant = Annotated[str, typer.Option(help="How keys and values are stored: off, 8 or 4 bits.")]
+KvQuant = Annotated[
+    str,
+    typer.Option(
+        help="How keys and values are stored: off, 8, 4, turbo, turbo-k4v2, or config for the model's kv_config.json."
+    ),
+]
+KvQuantStart = Annotated[int, typer.Option(help="Quantise a row from this many tokens on.", min=0)]
+KvGroupSize = Annotated[int, typer.Option(help="Values that share a scale in 8 and 4 bits: 32 or 64.")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="Run the weights as float32, bfloat16 or float16 instead of as they are stored."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,14 @@ from mantou.cli import options
 from mantou.cli.card import print_card
 from mantou.cli.ls import parse_size
 from mantou.cli.progress import show_progress
-from mantou.config import DEFAULT_SSD_BYTES, KV_SCHEMES, Config, SamplingDefaults
+from mantou.config import (
+    DEFAULT_SSD_BYTES,
+    KV_SCHEMES,
+    LOG_FORMATS,
+    LOG_LEVELS,
+    Config,
+    SamplingDefaults,
+)
 from mantou.data import ModelInfo, ToneCurve
 from mantou.errors import ConfigError, MantouError
 from mantou.progress import ProgressBoard
@@ -44,16 +52,108 @@ def serve(
     ssd_cache: Annotated[
         str | None, typer.Option(help="Folder for prompts on disk, with its size if not 20GB: DIR[:SIZE].")
     ] = None,
+    generation_checkpoint: Annotated[
+        int,
+        typer.Option(
+            help="Save running answers to --ssd-cache every N tokens, so that a repeated request goes on; 0 = never.",
+            min=0,
+        ),
+    ] = 0,
     kv_quant: options.KvQuant = "off",
+    kv_quant_start: options.KvQuantStart = 0,
+    kv_group_size: options.KvGroupSize = 64,
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(help="Memory for the rows' keys and values together, like 4GB; rows beyond it wait."),
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help="Memory for weights, keys and values and one prompt chunk, like 12GB.")
+    ] = None,
     context_length: options.ContextLength = None,
     revision: options.Revision = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     cpu_activations: options.Activations = "exact",
+    draft_model: Annotated[
+        str | None, typer.Option(help="A small model with the same vocabulary that guesses tokens ahead.")
+    ] = None,
+    draft_kind: Annotated[
+        str | None,
+        typer.Option(
+            help="Who guesses tokens ahead: ngram (copies of earlier text), model, off, or several as ngram,model."
+        ),
+    ] = None,
+    num_draft_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens guessed at once (default: 10 by ngram, 4 by a model).", min=1, max=64),
+    ] = None,
+    draft_verify: Annotated[
+        str,
+        typer.Option(help="agree: answers do not depend on drafts. rejection: only their distribution does not."),
+    ] = "agree",
+    mtp: Annotated[
+        str | None, typer.Option(help="on or off: guess with the model's own multi-token-prediction head.")
+    ] = None,
+    ngram_min: Annotated[int, typer.Option(help="Equal tokens before a copy is guessed.", min=1, max=32)] = 2,
+    ngram_max: Annotated[
+        int, typer.Option(help="Equal tokens from which on a longer match is not looked for.", min=1, max=32)
+    ] = 8,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes tool calls, such as hermes or qwen3_coder; off = they stay text (default: as its "
+            "template shows)."
+        ),
+    ] = None,
+    response_store: Annotated[
+        str,
+        typer.Option(
+            help="Where /v1/responses keeps conversations: memory, off, or a folder, where they survive a restart."
+        ),
+    ] = "memory",
+    response_ttl: Annotated[
+        float, typer.Option(help="Seconds after which a stored response is forgotten; 0 = never.", min=0)
+    ] = 3600.0,
+    response_bytes: Annotated[
+        str, typer.Option(help="Size of all stored responses together, like 32MB; the longest unused go first.")
+    ] = "32MB",
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            help="A second model for /v1/embeddings, /v1/rerank and /v1/score; an embedding model may also be MODEL itself."
+        ),
+    ] = None,
+    embedding_batch_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most padded tokens of one embedding batch (default: by device).", min=1),
+    ] = None,
     cache_dir: options.CacheDir = None,
     allow_origin: Annotated[
         list[str] | None, typer.Option(help="Web origin that may call the server from a browser; repeatable.")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MANTOU_API_KEY",
+            help="A key that opens everything; the environment hides it from `ps`.",
+            show_default=False,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(envvar="MANTOU_API_KEY_FILE", help="The keys of `mantou keys`, with scopes and quotas."),
+    ] = None,
+    insecure_no_auth: Annotated[
+        bool, typer.Option("--insecure-no-auth", help="Serve other machines without asking for a key.")
+    ] = False,
+    max_body: Annotated[int, typer.Option(help="Largest request body, in MiB.", min=1)] = 64,
+    drain_timeout: Annotated[
+        int, typer.Option(help="Seconds that running requests may go on once the server is told to stop.", min=0)
+    ] = 20,
+    log_level: Annotated[
+        str, typer.Option(help="debug, info (a line for each request), warning or error.")
+    ] = "warning",
+    log_format: Annotated[str, typer.Option(help="text or json (one object a line).")] = "text",
     temperature: Annotated[
         float | None, typer.Option("--temperature", "--temp", help="Default temperature.", min=0, max=5)
     ] = None,
@@ -71,7 +171,7 @@ def serve(
         float, typer.Option(min=0, max=100, help="Tone curve: pivot below the top, in nats.")
     ] = 6.0,
 ) -> None:
-    """Serve a model over HTTP (OpenAI chat and completions)."""
+    """Serve a model over HTTP (OpenAI chat and completions, Anthropic messages)."""
     if kv_quant not in KV_SCHEMES:
         raise ConfigError(f"--kv-quant takes {', '.join(KV_SCHEMES)}, not {kv_quant!r}.")
     ssd_dir, ssd_bytes = ssd_folder(ssd_cache)
@@ -87,11 +187,28 @@ def serve(
         prompt_cache_bytes=int(prompt_cache * (1 << 30)),
         ssd_cache_dir=ssd_dir,
         ssd_cache_bytes=ssd_bytes,
+        generation_checkpoint=generation_checkpoint,
         kv_quant=kv_quant,
+        kv_quant_start=kv_quant_start,
+        kv_group_size=kv_group_size,
+        kv_budget_bytes=None if kv_budget is None else parse_size(kv_budget),
+        memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
         context_length=context_length,
         dtype=dtype,
         threads=threads,
         cpu_activations=cpu_activations,
+        draft_model=draft_model,
+        draft_kind=draft_kind,
+        num_draft_tokens=num_draft_tokens,
+        draft_verify=draft_verify,
+        mtp=on_off("--mtp", mtp),
+        ngram_min=ngram_min,
+        ngram_max=ngram_max,
+        fill=os.environ.get("MANTOU_FILL") or None,
+        tool_parser=tool_parser,
+        response_store=response_store,
+        response_ttl_s=response_ttl,
+        response_bytes=parse_size(response_bytes),
         defaults=SamplingDefaults(
             temperature,
             top_p,
@@ -100,10 +217,25 @@ def serve(
             on_off("--thinking", thinking),
             curve if on_off("--hlg-sampling", hlg_sampling) else None,
         ),
+        embedding_model=embedding_model,
+        embedding_batch_tokens=embedding_batch_tokens,
         cache_dir=cache_dir,
         allow_origins=tuple(allow_origin or ()),
+        api_key=api_key or None,
+        api_key_file=None if api_key_file is None else api_key_file.expanduser(),
+        insecure_no_auth=insecure_no_auth,
+        max_body_bytes=max_body << 20,
+        drain_timeout_s=drain_timeout,
+        log_level=one_of("--log-level", log_level, LOG_LEVELS),
+        log_format=one_of("--log-format", log_format, LOG_FORMATS),
     )
     run(config)
+
+
+def one_of(flag: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ConfigError(f"{flag} takes {', '.join(known)}, not {value!r}.")
+    return value
 
 
 def on_off(flag: str, value: str | None) -> bool | None:
@@ -146,9 +278,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 def run(config: Config) -> None:
     """Serves until interrupted. Raises ConfigError or the error that kept the model from loading."""
+    from mantou.api.logs import configure
     from mantou.api.server import create_server
-    from mantou.build import make_service
+    from mantou.build import check, make_service
 
+    check(config)
+    configure(config.log_format, config.log_level)
     console = Console(stderr=True, highlight=False)
     listener = bind(config.host, config.port)
     board = ProgressBoard()

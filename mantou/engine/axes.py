@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mantou.protocols import (
     Adapters,
     CacheKey,
+    CheckpointStore,
     Constraints,
     DraftProvider,
     PrefixStore,
@@ -27,3 +28,4 @@ class Axes:
     store: PrefixStore
     adapters: Adapters
     cache_key: Callable[[tuple[str, ...]], CacheKey]
+    checkpoints: CheckpointStore

@@ -14,8 +14,11 @@ class Counters:
     generation_tokens: int = 0
     prefix_queries: int = 0  # tokens asked of the prefix store
     prefix_hits: int = 0
+    drafts: int = 0  # rounds in which a row guessed
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    injected_tokens: int = 0  # appended without a draw
     max_chunks_between_tokens: int = 0  # the fairness bound, measured: prompt chunks a running row waited for
     failed_forwards: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests

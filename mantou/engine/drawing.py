@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
 from typing import Any
 
+from mantou.data import Draft
 from mantou.engine.groups import Feed
 from mantou.engine.roster import Roster
 from mantou.engine.sequence import Sequence
@@ -27,7 +27,11 @@ class Drawing:
             wishes = [row.request.sampling if row else None for row in feed.rows]
             self._prepared = (ids, self._sampler.prepare(wishes))
         history = [
-            (row.tokens if row else (), draft) for row, draft in zip(feed.rows, feed.drafts, strict=True)
+            (
+                [*row.tokens, *d.tokens[: d.num_sure]] if row and d.num_sure else row.tokens if row else (),
+                d.tokens[d.num_sure :],
+            )
+            for row, d in zip(feed.rows, feed.drafts, strict=True)
         ]
         allowed: list[Allowed] = []
         for i, row in enumerate(feed.rows):
@@ -35,23 +39,29 @@ class Drawing:
                 draft = feed.drafts[i]
                 self._roster.own_fault(row, lambda i=i, row=row, d=draft: allowed.extend(_allowed(i, row, d)))
         return self._sampler.draw(
-            logits, self._prepared[1], feed.positions(), history=history, allowed=allowed
+            logits,
+            self._prepared[1],
+            feed.positions(),
+            history=history,
+            allowed=allowed,
+            drafts=feed.drafts,
         )
 
 
-def _allowed(index: int, row: Sequence, draft: Rows[int]) -> list[Allowed]:
-    """What the row's constraint allows at each draft position that it restricts."""
+def _allowed(index: int, row: Sequence, draft: Draft) -> list[Allowed]:
+    """What the row's constraint allows at each drawn position that it restricts."""
     constraint = row.constraint
     assert constraint is not None
     found: list[Allowed] = []
     advanced = 0
     for t in range(len(draft) + 1):
-        mask = constraint.mask()
-        if mask is not None:
-            found.append((index, t, mask))
-        if t == len(draft) or (mask is not None and not mask[draft[t]]):
-            break  # a forbidden draft token cannot be drawn, so what follows it does not matter
-        constraint.advance(draft[t])
+        if t >= draft.num_sure:
+            mask = constraint.mask()
+            if mask is not None:
+                found.append((index, t - draft.num_sure, mask))
+            if t == len(draft) or (mask is not None and not mask[draft.tokens[t]]):
+                break  # a forbidden draft token cannot be drawn, so what follows it does not matter
+        constraint.advance(draft.tokens[t])
         advanced += 1
     constraint.rewind(advanced)
     return found

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from mantou.data import Request, TokenEvent, Usage
+from mantou.data import FinishReason, Request, TokenEvent, Usage
 from mantou.engine.step import Step
 from mantou.errors import EngineStopped, MantouError, ModelError, ModelUnavailable, QueueFull
 from mantou.protocols import Mailbox
@@ -66,9 +66,12 @@ class Engine:
             self._num_submitted += 1
             self._inbox.put(lambda: self._accept(request))
 
-    def cancel(self, request_id: str) -> None:
-        """Frees a request's row before the next step. Unknown and finished ids are ignored."""
-        self._inbox.put(lambda: self._step.cancel(request_id) if self._step else None)
+    def cancel(self, request_id: str, finish: FinishReason = "cancelled") -> None:
+        """Frees a request's row before the next step. Unknown and finished ids are ignored.
+
+        `finish` is how it ends; "stop" for one whose text is complete, so that nothing of it is kept for a repeat.
+        """
+        self._inbox.put(lambda: self._step.cancel(request_id, finish) if self._step else None)
 
     def call(self, fn: Callable[[], T]) -> Future[T]:
         """Runs `fn` on the model thread between two steps, with nothing in flight. Raises what `submit` does."""
@@ -111,6 +114,7 @@ class Engine:
                 "prompt_share": step.pacer.prompt_share,
                 "chunk": step.pacer.chunk(len(step.running)),
             },
+            "steps_timed": step.times.summary(),
             "speed": {
                 "decode_step_s": step.pacer.decode_s,
                 "prompt_token_s": step.pacer.token_s,
@@ -118,8 +122,8 @@ class Engine:
         }
 
     def close(self, timeout: float | None = 30.0) -> None:
-        """Takes no more requests, ends the running ones with an error event, stops the thread, then stores what the
-        prefix store has queued.
+        """Takes no more requests, ends the running ones with an error event, stops the thread, then stores what is
+        queued of prompts and of answers in progress.
         """
         step = self._step
         with self._admission:
@@ -128,6 +132,7 @@ class Engine:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout)
         if step is not None:
+            step.axes.checkpoints.close(timeout)
             step.axes.store.close(timeout)
 
     def _check_open(self) -> None:
@@ -185,15 +190,14 @@ class Engine:
                 self._step.fail_all("the engine failed on this step; see the server's log")
 
     def _drain_inbox(self, *, block: bool) -> None:
-        """Does what other threads asked for; waits for the first if there is nothing else to do."""
+        """Does what other threads asked for; waits for the first if there is nothing else to do.
+
+        What is asked for meanwhile waits for the next step: work that asks for more of itself must not stop the rows.
+        """
         if block:
             self._guard(self._inbox.get())
-        while True:
-            try:
-                action = self._inbox.get_nowait()
-            except queue.Empty:
-                return
-            self._guard(action)
+        for _ in range(self._inbox.qsize()):
+            self._guard(self._inbox.get())
 
     def _refuse(self, error: MantouError) -> None:
         """Loading failed: every request gets the reason."""

@@ -6,9 +6,10 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
-from mantou.data import TokenLogprobs
+from mantou.data import Draft, TokenLogprobs
 from mantou.engine.groups import Feed
 from mantou.engine.sequence import Sequence
+from mantou.sampling.verify import agree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,6 +17,7 @@ class Flight:
     feed: Feed
     tokens: Any  # device int32[rows, width], what was fed
     draw: Any  # device draws of the wanted positions: tokens int32[rows, K]
+    hidden: Any  # device [rows, width, D], None unless the draft provider reads it
     committed: bool  # False: the KV waits to hear which draft tokens stay
 
     def read(self) -> Drawn:
@@ -37,6 +39,11 @@ class Drawn:
     logprobs: list[list[float]] | None
     top_tokens: list[list[list[int]]] | None
     top_logprobs: list[list[list[float]]] | None
+
+    def taken(self, row: int, draft: Draft) -> list[int]:
+        """What the row takes: the sure part of its draft, then its own draws while they agree with the rest."""
+        sure, rest = draft.tokens[: draft.num_sure], draft.tokens[draft.num_sure :]
+        return [*sure, *agree(rest, self.tokens[row][: len(rest) + 1])]
 
     def logprobs_of(self, sequence: Sequence, row: int, emitted: Rows[int]) -> tuple[TokenLogprobs, ...]:
         """Log-probabilities of the row's emitted tokens, () if it did not ask."""

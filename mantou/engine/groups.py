@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+from mantou.data import Draft
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
 from mantou.engine.slots import runs
 from mantou.protocols import Group
 
-Drafts = Mapping[str, Rows[int]]  # request id -> guessed tokens; a row that is not in it guesses none
+Drafts = Mapping[str, Draft]  # request id -> its guess; a row that is not in it guesses none
+NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,11 @@ class Grouping:
         def likeness(row: Sequence | None) -> object:
             if self.ragged_widths and self.ragged_offsets:
                 return None
-            return row and (row.num_kv, len(drafts.get(row.id, ())))
+            return row and (row.num_kv, len(drafts.get(row.id, NO_DRAFT)))
 
         groups: list[tuple[Group, list[Sequence | None]]] = []
         for lo, part in runs(rows, likeness):
-            num_tokens = tuple(1 + len(drafts.get(row.id, ())) if row else 0 for row in part)
+            num_tokens = tuple(1 + len(drafts.get(row.id, NO_DRAFT)) if row else 0 for row in part)
             if any(num_tokens):
                 groups.append((Group(lo, self.width(max(num_tokens)), num_tokens), part))
         return groups
@@ -55,20 +57,31 @@ class Feed:
 
     group: Group
     rows: list[Sequence | None]
-    drafts: list[Rows[int]]
+    drafts: list[Draft]
 
     @property
     def drafting(self) -> bool:
-        return any(self.drafts)
+        return any(len(draft) for draft in self.drafts)
 
     @property
     def sequences(self) -> list[Sequence]:
         return [row for row in self.rows if row is not None]
 
     @property
-    def wanted(self) -> list[int] | None:
-        """The one position of each row that is drawn, or None for all of them."""
-        return None if self.drafting else [max(n - 1, 0) for n in self.group.num_tokens]
+    def wanted(self) -> list[list[int]] | None:
+        """The columns of each row that are drawn, equally many; None for all of them.
+
+        A row's known tokens need no draw but the last, and no more do those that follow it and are sure.
+        """
+        counts = [
+            1 + len(draft) - draft.num_sure if n else 1
+            for n, draft in zip(self.group.num_tokens, self.drafts, strict=True)
+        ]
+        most = max(counts)
+        firsts = [max(n - count, 0) for n, count in zip(self.group.num_tokens, counts, strict=True)]
+        if most == self.group.width and not any(firsts):
+            return None
+        return [[min(first + t, self.group.width - 1) for t in range(most)] for first in firsts]
 
     @property
     def draws(self) -> bool:
@@ -79,14 +92,14 @@ class Feed:
     def tokens(self) -> list[list[int]]:
         """What each row feeds: known tokens, then its draft."""
         return [
-            [*row.next_tokens(n - len(draft)), *draft] if row else []
+            [*row.next_tokens(n - len(draft)), *draft.tokens] if row else []
             for row, n, draft in zip(self.rows, self.group.num_tokens, self.drafts, strict=True)
         ]
 
     def positions(self) -> list[list[int]]:
         """Absolute positions of the tokens that are drawn."""
-        width = range(self.group.width)
-        columns = [width] * len(self.rows) if self.wanted is None else [(w,) for w in self.wanted]
+        wanted = self.wanted
+        columns = [list(range(self.group.width))] * len(self.rows) if wanted is None else wanted
         starts = [row.num_kv if row else 0 for row in self.rows]
         return [[start + c + 1 for c in cs] for start, cs in zip(starts, columns, strict=True)]
 
@@ -95,4 +108,4 @@ class Feed:
         row = self.rows[index]
         assert row is not None
         num_tokens = min(row.num_pending, self.group.num_tokens[index])
-        return Feed(Group(self.group.lo + index, num_tokens, (num_tokens,)), [row], [()])
+        return Feed(Group(self.group.lo + index, num_tokens, (num_tokens,)), [row], [NO_DRAFT])

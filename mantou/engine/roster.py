@@ -56,6 +56,7 @@ class Roster:
         if finish is not None:
             self.end(row, finish, tokens=tokens, logprobs=logprobs)
         elif tokens:
+            row.logprobs += logprobs
             self._events.append(TokenEvent(row.id, tokens, logprobs))
 
     def end(
@@ -71,6 +72,7 @@ class Roster:
             return
         row.finish, row.ended = finish, True
         row.close_ticket()
+        row.release_claim()
         finished = self._counters.finished  # replaced, not changed: another thread may be reading it
         self._counters.finished = {**finished, finish: finished.get(finish, 0) + 1}
         self._events.append(TokenEvent(row.id, tokens, logprobs, finish, error, row.usage()))

@@ -15,20 +15,22 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
-from mantou.data import Request, TokenEvent
+from mantou.data import FinishReason, Request, TokenEvent
 from mantou.engine.axes import Axes
+from mantou.engine.checkpoints import Checkpoints
 from mantou.engine.counters import Counters
+from mantou.engine.drafting import Drafting
 from mantou.engine.drawing import Drawing
 from mantou.engine.flight import Drawn, Flight
-from mantou.engine.groups import Drafts, Feed, Grouping
+from mantou.engine.groups import NO_DRAFT, Drafts, Feed, Grouping
 from mantou.engine.pacing import Pacer
 from mantou.engine.prefix import Prefix
 from mantou.engine.roster import Roster
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
+from mantou.engine.timing import StepTimes
 from mantou.models.runner import Runner
-from mantou.protocols import Plan
-from mantou.sampling.verify import agree
+from mantou.protocols import Forwarded, Plan
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Step:
         *,
         context_length: int,
         pipelined: bool = True,
+        fill: bool = False,
     ) -> None:
         self.runner = runner
         self.axes = axes
@@ -57,10 +60,20 @@ class Step:
         self.roster = Roster(shapes, self.counters)
         self._grouping = Grouping(shapes, runner.max_width, runner.ragged_offsets, runner.ragged_widths)
         self._drawing = Drawing(axes.sampler, self.roster)
-        self._prefix = Prefix(runner, axes, self.counters)
+        self._drafting = Drafting(axes.provider, self.roster, self.counters, self._room, fill=fill)
+        self._fill = fill
+        if axes.provider.wants_hidden:
+            runner.capture_hidden()
+        self.times = StepTimes()
+        self._prefix = Prefix(runner, axes, self.counters, self.times)
+        self._checkpoints = Checkpoints(axes.checkpoints, self._prefix, self.roster)
         self._flights: list[Flight] = []
         self._last_kind: tuple[bool, bool] = (False, False)
         self._decode_s = 0.0  # the decode part of this step's launch
+
+    def _room(self, row: Sequence) -> int:
+        """Most tokens that the row may feed in one forward."""
+        return min(self.runner.max_width, self.runner.kv.room(row.num_kv))
 
     # ------------------------------------------------------------------ what the engine asks
     @property
@@ -78,7 +91,8 @@ class Step:
 
     def submit(self, request: Request) -> None:
         room = self.context_length - len(request.prompt)
-        sequence = Sequence(request, room if request.max_tokens is None else min(room, request.max_tokens))
+        limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        sequence = Sequence(request, limit, fills=self._fill)
         if not request.prompt:
             self.roster.end(sequence, "error", "the prompt holds no token")
         elif room <= 0:
@@ -89,21 +103,23 @@ class Step:
         elif self.roster.own_fault(sequence, lambda: self._prepare(sequence)):
             self.waiting.append(sequence)
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, finish: FinishReason = "cancelled") -> None:
         """Frees the row at once; unknown ids are ignored, because the row may have finished meanwhile."""
         for sequence in self.roster.every():
             if sequence.id == request_id:
                 self.land()
                 if sequence.finish is None:
-                    self.roster.end(sequence, "cancelled")
+                    self.roster.end(sequence, finish)
                 self._reap()
                 return
 
     def advance(self) -> None:
         """One step. Its events wait in `take_events`, to be delivered with one wake-up."""
         started = time.perf_counter()
+        self._prefix.allow(self._copy_time())
         if not self._flights:
             self._reap()
+        self._restore()  # before the plan, which a row that is complete changes
         plan = self._plan()
         if self._flights and not self._continues(plan):
             self.land()
@@ -112,7 +128,9 @@ class Step:
         self._settle()
         num_decoding, num_prompt = self._launch(plan)
         self._prefix.publish_progress(self.running)
-        self._measure(time.perf_counter() - started, num_decoding, num_prompt)
+        self._checkpoints.save_progress(self.running)
+        left = self.times.end(time.perf_counter() - started)
+        self._measure(left, num_decoding, num_prompt)
         self.counters.steps += 1
 
     def land(self) -> None:
@@ -146,7 +164,9 @@ class Step:
 
     # ------------------------------------------------------------------ plan
     def _plan(self) -> Plan:
-        waiting = [sequence.load() for sequence in self.waiting if sequence.ready]
+        # Whoever comes next may go on from what an ended row still has to store.
+        ended = any(row.finish is not None for row in self.running)
+        waiting = [] if ended else [sequence.load() for sequence in self.waiting if sequence.ready]
         running = [sequence.load() for sequence in self.running if sequence.finish is None]
         num_decoding = sum(load.num_pending == 1 for load in running)
         return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding))
@@ -156,6 +176,8 @@ class Step:
         if plan.admit or len(self._flights) != 1:
             return False
         feed = self._flights[0].feed
+        if any(self._needs_host(row) for row in feed.sequences):
+            return False
         return feed.group.lo == 0 and feed.rows == self._decode_slice(self._decoding(plan))
 
     def _decoding(self, plan: Plan) -> list[Sequence]:
@@ -171,17 +193,31 @@ class Step:
     # ------------------------------------------------------------------ place
     def _prepare(self, sequence: Sequence) -> None:
         sequence.constraint = self.axes.constraints.make(sequence.request)
-        self._prefix.prefetch(sequence, self.wake)
+        self._checkpoints.find(sequence, self.wake)
 
     def _admit(self, plan: Plan) -> None:
         for request_id in plan.admit:
             sequence = self.roster.admit(request_id)
             self.runner.kv.resize(max(self.runner.kv.num_slots, self.roster.slots.num_wanted))
             self.runner.kv.clear(sequence.slot)
-            self.roster.own_fault(sequence, lambda s=sequence: self._prefix.reuse(s))
+            if self.roster.own_fault(sequence, lambda s=sequence: self._checkpoints.admit(s)):
+                self.roster.own_fault(sequence, lambda s=sequence: self._prefix.reuse(s))
             sequence.close_ticket()
         if plan.admit:
             self._reap()
+            self._restore()
+
+    def _copy_time(self) -> float | None:
+        """Seconds that copies of KV may take of this step: half a decode step, or any time where no row decodes."""
+        if not any(row.decoding and row.finish is None for row in self.running):
+            return None
+        return 0.5 * (self.pacer.decode_s or 0.0)
+
+    def _restore(self) -> None:
+        for row in [row for row in self.running if row.restoring is not None and row.finish is None]:
+            self.roster.own_fault(row, lambda row=row: self._prefix.restore(row))
+            if row.restoring is not None and row.finish is None:
+                break  # first come, first served; and this step's time is over
 
     def _settle(self) -> None:
         """Decoding rows to the front, buffers to the number of slots in use. Only while nothing is in flight."""
@@ -201,17 +237,22 @@ class Step:
         self.counters.pipelined_steps += bool(previous)
         started = time.perf_counter()
         decoding = self._decoding(plan)
-        prompts = [row for row in self.running if row.id in plan.num_tokens and row.num_pending > 1]
-        drafts: Drafts = {} if previous else {row.id: self._propose(row) for row in decoding}
+        prompts = [row for row in self.running if row.id in plan.num_tokens and row.prefilling]
+        drafts: Drafts = {} if previous else self._drafting.drafts(decoding)
         able = self._decode_slice([row for row in decoding if row.finish is None])
-        for group, rows in self._grouping.decode(able, drafts):
-            guesses = [drafts.get(row.id, ()) if row else () for row in rows]
+        groups = self._grouping.decode(able, drafts)
+        proposed = time.perf_counter()
+        for group, rows in groups:
+            guesses = [drafts.get(row.id, NO_DRAFT) if row else NO_DRAFT for row in rows]
             self._fly(Feed(group, rows, guesses), previous)
         self._decode_s = time.perf_counter() - started
+        if len(groups) == 1 and not (previous or self._flights):
+            group = groups[0][0]
+            self._drafting.timed(len(group.num_tokens), group.width, time.perf_counter() - proposed)
         num_prompt = 0
         for row in prompts:
             num_tokens = self._chunk(row, plan.num_tokens[row.id])
-            self._fly(Feed(self._grouping.prompt(row, num_tokens), [row], [()]), [])
+            self._fly(Feed(self._grouping.prompt(row, num_tokens), [row], [NO_DRAFT]), [])
             num_prompt += num_tokens
         for flight in previous:
             self._collect(flight)
@@ -222,33 +263,15 @@ class Step:
         return len(decoding), num_prompt
 
     def _chunk(self, row: Sequence, planned: int) -> int:
-        """Prompt tokens of this step. Where the store keeps states, the last token runs on its own, so that the state
-        before it is there when the same prompt comes again."""
-        num_tokens = min(planned, row.num_pending, self.runner.max_width)
-        return num_tokens - 1 if self._prefix.keeps_state and num_tokens == row.num_pending else num_tokens
+        """Prompt tokens of this step."""
+        return self._prefix.until_state(row, min(planned, row.num_pending, self._room(row)))
 
     def _needs_host(self, row: Sequence) -> bool:
         return (
             row.constraint is not None
-            or self._draft_width(row) > 0
+            or self._drafting.width(row) > 0
             or self.axes.sampler.wants_history(row.request.sampling)
         )
-
-    def _draft_width(self, row: Sequence) -> int:
-        widths = [0]
-        self.roster.own_fault(row, lambda: widths.append(self.axes.provider.width(row.request)))
-        return widths[-1]
-
-    def _propose(self, row: Sequence) -> Rows[int]:
-        width = min(self._draft_width(row), row.num_left - 1, self.runner.max_width - 1)
-        if width <= 0:
-            return ()
-        proposed: list[int] = []
-        provider = self.axes.provider
-        self.roster.own_fault(
-            row, lambda: proposed.extend(provider.propose(row.request, row.tokens, width)[:width])
-        )
-        return proposed
 
     def _fly(self, feed: Feed, previous: list[Flight]) -> None:
         """Launches one group. If that raises, each row is tried alone, so that only the one at fault ends."""
@@ -261,7 +284,9 @@ class Step:
             return
         if flight is None:
             return
-        if not self.pipelined or any(self._needs_host(row) for row in feed.sequences):
+        if previous:  # that one is read first; whether the next step waits for this one shows then
+            self._flights.append(flight)
+        elif not self.pipelined or feed.drafting or any(self._needs_host(row) for row in feed.sequences):
             self._collect(flight)
         else:
             self._flights.append(flight)
@@ -285,17 +310,27 @@ class Step:
         """Builds and launches a group's graph. None if it draws no token (a prompt chunk that is not the last)."""
         tokens = previous[0].draw.tokens if previous else feed.tokens()
         self.axes.adapters.bind([row.request.adapters if row else () for row in feed.rows])
-        tokens, logits = self.runner.forward(feed.group, tokens, feed.wanted)
+        tokens, logits = self.runner.forward(feed.group, tokens, feed.wanted, rewindable=feed.drafting)
         draw = self._drawing.draw(logits, feed) if feed.draws else None
         self.runner.launch(draw)
-        if not feed.drafting:
+        flight = Flight(feed, tokens, draw, self.runner.take_hidden(), committed=not feed.drafting)
+        if flight.committed:
             self.runner.kv.commit(feed.group, feed.group.num_tokens)
+            self._absorb(flight, feed.group.num_tokens)
         for row, num_tokens in zip(feed.rows, feed.group.num_tokens, strict=True):
             if row is not None:
                 self.counters.prompt_tokens += max(min(num_tokens, row.num_prompt - row.num_kv), 0)
-                row.num_kv += 0 if feed.drafting else num_tokens
+                row.num_kv += num_tokens if flight.committed else 0
                 row.num_inflight += int(draw is not None)
-        return None if draw is None else Flight(feed, tokens, draw, committed=not feed.drafting)
+        return None if draw is None else flight
+
+    def _absorb(self, flight: Flight, kept: Rows[int]) -> None:
+        """Shows what was committed to a provider that reads hidden states. Called before the rows' lengths grow."""
+        if flight.hidden is not None:
+            rows = flight.feed.rows
+            requests = [row.request if row else None for row in rows]
+            starts = [row.num_kv if row else 0 for row in rows]
+            self._drafting.absorb(Forwarded(requests, starts, kept, flight.tokens, flight.hidden))
 
     # ------------------------------------------------------------------ commit
     def _collect(self, flight: Flight) -> None:
@@ -313,36 +348,34 @@ class Step:
             if row is None:
                 continue
             row.num_inflight -= 1
-            taken = agree(draft, drawn.tokens[i][: len(draft) + 1])
+            taken = drawn.taken(i, draft)
             kept[i] = len(taken)
             if row.finish is None:
-                self._take(row, i, taken, drawn)
-                self._observe(row, len(draft), len(taken) - 1)
+                self._drafting.observe(row, draft, taken)
+                kept[i] = min(len(taken), self._take(row, i, taken, drawn) + 1)
         if not flight.committed:
+            self._absorb(flight, kept)
             if not self.runner.kv.commit(feed.group, kept):
                 self.runner.replay(feed.group, flight.tokens, kept)
             for row, num_tokens in zip(feed.rows, kept, strict=True):
                 if row is not None:
                     row.num_kv += num_tokens
 
-    def _observe(self, row: Sequence, num_drafted: int, num_accepted: int) -> None:
-        provider = self.axes.provider
-        self.roster.own_fault(row, lambda: provider.observe(row.request, num_drafted, num_accepted))
-        self.counters.drafted_tokens += num_drafted
-        self.counters.accepted_tokens += num_accepted
-
-    def _take(self, row: Sequence, index: int, taken: Rows[int], drawn: Drawn) -> None:
+    def _take(self, row: Sequence, index: int, taken: Rows[int], drawn: Drawn) -> int:
+        """Takes drawn tokens into the row, up to its end. Returns how many, EOS counted."""
         emitted = row.extend(taken)
-        self.counters.generation_tokens += len(emitted) + row.num_eos
+        num_taken = len(emitted) + row.num_eos
+        self.counters.generation_tokens += num_taken
         if self.roster.own_fault(row, lambda: row.advance_constraint(emitted)):
             self.roster.emit(row, tuple(emitted), drawn.logprobs_of(row, index, emitted), row.finish)
+        return num_taken
 
     def _reap(self) -> None:
         """Frees the slots of ended rows. Only while nothing is in flight."""
         for row in [row for row in self.running if row.finish is not None]:
-            if row.finish != "error":
-                self._prefix.publish(row)
-            self.roster.own_fault(row, lambda row=row: self.axes.provider.release(row.request))
+            if row.finish != "error" and not self._prefix.publish_rest(row):
+                break  # its copy can wait, the rows that decode should not
+            self._drafting.release(row)
             self.runner.kv.release(row.slot)
             self.roster.leave(row)
         self.roster.drop_ended_waiters()
@@ -351,6 +384,8 @@ class Step:
 
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:
         kind = (bool(num_decoding), bool(num_prompt))
+        if self.pipelined and num_decoding and not num_prompt and kind == self._last_kind and self._flights:
+            self._drafting.timed(num_decoding, 1, seconds)
         if kind == self._last_kind:  # the first step after a change still pays for the one before
             decode_s = None if self.pipelined else self._decode_s
             self.pacer.observe(seconds, num_decoding, num_prompt, decode_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 _MASK64 = (1 << 64) - 1
-CATEGORICAL, XTC = 0, 1  # independent streams of one (seed, position)
+CATEGORICAL, XTC, DRAFT, ACCEPT = 0, 1, 2, 3  # independent streams of one (seed, position)
 
 
 def seed_words(seed: int) -> tuple[int, int]:
@@ -37,6 +37,6 @@ def uniform(words: mx.array, positions: mx.array, size: int, stream: int) -> mx.
     return (bits >> 9).astype(mx.float32) * 2.0**-23 + 2.0**-24
 
 
-def gumbel(words: mx.array, positions: mx.array, size: int) -> mx.array:
+def gumbel(words: mx.array, positions: mx.array, size: int, stream: int = CATEGORICAL) -> mx.array:
     """Standard Gumbel noise float32[B, T, size]; argmax(logits + noise) is a categorical draw."""
-    return -mx.log(-mx.log(uniform(words, positions, size, CATEGORICAL)))
+    return -mx.log(-mx.log(uniform(words, positions, size, stream)))

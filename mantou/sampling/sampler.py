@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mantou.data import Sampling
+from mantou.data import Draft, Sampling
 from mantou.sampling import filters, noise
 from mantou.sampling.params import RowParams, make_params, wants_history
 from mantou.sampling.processors import History, apply_bias, apply_penalties
@@ -49,23 +49,30 @@ def _tone_curve(logits: mx.array, params: RowParams) -> mx.array:
     return mx.where(mx.isinf(logits), logits, out)
 
 
-def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.array:
+def scaled_logits(logits: mx.array, params: RowParams) -> mx.array:
+    """Logits whose softmax a sampled row draws from, before filters."""
     scores = logits * params.inverse_temperature
     if params.any_curve:
         scores = mx.where(mx.isinf(params.curve[0]), scores, _tone_curve(logits, params))
-    scores = scores + noise.gumbel(params.words, positions, logits.shape[-1])
+    return scores
+
+
+def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.array:
+    scores = scaled_logits(logits, params) + noise.gumbel(params.words, positions, logits.shape[-1])
     allowed = filters.allowed(logits, params, positions)
     if allowed is not None:
         scores = mx.where(allowed, scores, -mx.inf)
     return mx.where(params.sampled, scores, logits)
 
 
-def _constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
-    """bool[B, T, V] from (row, position, uint8[V]) entries; everything else is allowed."""
-    mask = np.ones(tuple(shape), np.uint8)
+def constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
+    """bool[B, T, V] from (row, position, uint8[N]) entries, ids from N on forbidden; other positions are free."""
+    mask = np.ones(tuple(shape), np.bool_)
     for row, position, entries in allowed:
-        mask[row, position] = entries
-    return mx.array(mask) > 0
+        known = min(len(entries), mask.shape[-1])
+        mask[row, position, :known] = entries[:known]
+        mask[row, position, known:] = False
+    return mx.array(mask)
 
 
 class DeviceSampler:
@@ -85,10 +92,17 @@ class DeviceSampler:
         *,
         history: History = (),
         allowed: Sequence[tuple[int, int, Any]] = (),
+        drafts: Sequence[Draft] = (),
     ) -> Draw:
         where = mx.array([list(row) for row in positions], dtype=mx.uint32) if params.any_sampled else None
-        mask = _constraint_mask(allowed, logits.shape) if allowed else None
+        mask = constraint_mask(allowed, logits.shape) if allowed else None
         return sample(logits, params, where, history, mask)
+
+    def propose(
+        self, logits: mx.array, params: RowParams, positions: Sequence[Sequence[int]]
+    ) -> tuple[mx.array, mx.array | None]:
+        """A draft's draw, with the noise that will verify it; and what it was drawn from, if that will be asked."""
+        return self.draw(logits, params, positions).tokens, None
 
 
 def sample(
@@ -104,18 +118,26 @@ def sample(
     some row samples; history: each row's tokens and draft, needed if some row has penalties; mask bool[B, T, V]: what
     constraints allow.
     """
+    logits = processed(logits, params, history, mask)
+    scores = logits
+    if params.any_sampled:
+        assert positions is not None, "a sampled row's noise is keyed by position"
+        scores = _scores(logits, params, positions)
+    return finished(mx.argmax(scores, axis=-1).astype(mx.int32), logits, params)
+
+
+def processed(logits: mx.array, params: RowParams, history: History, mask: mx.array | None) -> mx.array:
+    """float32 logits after bias, penalties and constraints: what log-probabilities are of."""
     logits = logits.astype(mx.float32)
     if params.any_bias:
         logits = apply_bias(logits, params)
     if params.any_history:
         logits = apply_penalties(logits, params, history)
-    if mask is not None:
-        logits = mx.where(mask, logits, -mx.inf)
-    scores = logits
-    if params.any_sampled:
-        assert positions is not None, "a sampled row's noise is keyed by position"
-        scores = _scores(logits, params, positions)
-    tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
+    return logits if mask is None else mx.where(mask, logits, -mx.inf)
+
+
+def finished(tokens: mx.array, logits: mx.array, params: RowParams) -> Draw:
+    """A draw of `tokens`, with the log-probabilities that some row asked for."""
     if params.max_logprobs < 0:
         return Draw(tokens)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mantou.data import Request
+from mantou.data import Draft, DraftAsk, Request
+from mantou.protocols import Forwarded
 
 
 class NoDraft:
     wants_hidden = False
 
-    def width(self, request: Request) -> int:
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
         return 0
 
-    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]:
-        return ()
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        return [Draft()] * len(asks)
 
-    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None:
+    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
+        return 0.0
+
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        pass
+
+    def absorb(self, forwarded: Forwarded) -> None:
+        pass
+
+    def timed(self, num_rows: int, width: int, seconds: float) -> None:
         pass
 
     def release(self, request: Request) -> None:

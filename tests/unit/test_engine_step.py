@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from mantou.cache.none import NoStore
-from mantou.data import Request, Sampling, TokenEvent
+from mantou.data import Draft, DraftAsk, Request, Sampling, TokenEvent
 from mantou.engine.flight import Drawn, Flight
 from mantou.engine.step import Step
 from mantou.errors import BadRequest
@@ -55,15 +55,16 @@ class Faulty(NoDraft):
         if (name, request.id) == (self.name, self.at_fault):
             raise RuntimeError("planted fault")
 
-    def width(self, request: Request) -> int:
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
         self._check("width", request)
         return 2
 
-    def propose(self, request: Request, tokens: Sequence[int], width: int) -> Sequence[int]:
-        self._check("propose", request)
-        return ()
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        for ask in asks:
+            self._check("propose", ask.request)
+        return super().propose(asks)
 
-    def observe(self, request: Request, num_proposed: int, num_accepted: int) -> None:
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
         self._check("observe", request)
 
     def release(self, request: Request) -> None:

@@ -1,0 +1,106 @@
+"""The drafts' part of the composition root: from flags to a provider, a sampler that verifies, measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mantou import __version__
+from mantou.config import Config
+from mantou.data import ModelInfo
+from mantou.errors import ModelError
+from mantou.progress import ProgressBoard
+from mantou.protocols import CacheKey, DraftProvider, PrefixStore
+
+if TYPE_CHECKING:
+    from mantou.models.runner import Runner
+    from mantou.sampling.sampler import DeviceSampler
+    from mantou.spec.cost import StepCosts
+    from mantou.spec.setup import Drafting
+
+
+def make_sampler(config: Config) -> DeviceSampler:
+    """The one that draws and, with it, verifies drafts."""
+    from mantou.sampling.rejection import RejectionSampler
+    from mantou.sampling.sampler import DeviceSampler
+
+    return RejectionSampler() if config.draft_verify == "rejection" else DeviceSampler()
+
+
+def make_drafting(
+    config: Config,
+    folder: Path,
+    runner: Runner,
+    info: ModelInfo,
+    identity: str,
+    store: PrefixStore,
+    board: ProgressBoard | None,
+) -> Drafting:
+    """The draft provider of the flags. `identity`: everything that the time of a step depends on but the machine."""
+    from mantou.models.device import this_device
+    from mantou.models.hub import default_cache_dir
+    from mantou.spec.calibrate import step_costs
+    from mantou.spec.setup import make_drafting as make
+
+    costs = (config.cache_dir or default_cache_dir()).parent / "step-costs"
+
+    def measured(of: Runner, what: str) -> StepCosts:
+        where = f"{this_device().name} {config.threads} {config.prefill_chunk} {__version__}"
+        return step_costs(of, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
+
+    def load_model(num_tokens: int) -> tuple[DraftProvider, str]:
+        return load_draft_model(config, folder, runner, info, store, num_tokens, measured, board)
+
+    pipelined = not this_device().on_cpu
+    return make(config, lambda: measured(runner, identity), load_model, pipelined=pipelined)
+
+
+def load_draft_model(
+    config: Config,
+    folder: Path,
+    target: Runner,
+    info: ModelInfo,
+    store: PrefixStore,
+    num_tokens: int,
+    measured: Callable[[Runner, str], StepCosts],
+    board: ProgressBoard | None,
+) -> tuple[DraftProvider, str]:
+    """The model of --draft-model as a provider, and its name. Raises ModelError if its vocabulary is another one."""
+    from mantou.chat.tokenizer import Tokenizer
+    from mantou.kv.codecs import make_scheme
+    from mantou.models.checkpoint import fingerprint
+    from mantou.models.device import this_device
+    from mantou.models.hub import obtain
+    from mantou.models.load import load
+    from mantou.models.ops import device_ops
+    from mantou.models.runner import Runner as DraftRunner
+    from mantou.spec.model import ModelDraft
+    from mantou.spec.setup import vocabulary_fault
+
+    name = str(config.draft_model)
+    place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
+    fault = vocabulary_fault(Tokenizer.load(folder).vocabulary(), Tokenizer.load(place).vocabulary())
+    if fault is not None:
+        raise ModelError(
+            f"--draft-model {name} has another vocabulary ({fault}); choose a small model of the same family."
+        )
+    kind = this_device().kind
+    loaded = load(place, dtype=config.dtype)
+    notes = device_ops(kind, threads=config.threads, activations=config.cpu_activations).install(
+        loaded.module
+    )
+    runner = DraftRunner(
+        loaded, make_scheme("off", place), max_width=config.prefill_chunk, span_step=target.span_step
+    )
+    numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
+    provider = ModelDraft(
+        runner,
+        make_sampler(config),
+        store,
+        CacheKey(f"draft {name} {numbers}", (), runner.plan.key, "none"),
+        measured(runner, numbers),
+        num_tokens=num_tokens,
+        vocab_size=info.vocab_size,
+    )
+    return provider, place.name

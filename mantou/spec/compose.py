@@ -1,0 +1,267 @@
+"""Providers made of providers: the kind a request asks for, the first that has a guess, only as wide as pays.
+
+Knows no model and no way to guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mantou.data import Draft, DraftAsk, Request
+from mantou.protocols import DraftProvider, Forwarded
+from mantou.spec.cost import StepCosts
+
+OFF = "off"
+_PRIOR_WEIGHT = 1.5  # right tokens' worth of trust in a provider's own estimate
+_FADE = 0.92  # of what a row's earlier rounds weigh
+_MOST_CHANCE = 0.98
+_LEAST_GAIN = 1.02  # what a draft must promise over none: estimates are noisy, and a rejected draft is a loss
+_LONGEST_REST = 64  # steps
+_PAID_CHANCE = 0.7  # of a paid guess, before any was seen
+_GOOD_CHANCE = 0.9
+_NO_DRAFT = Draft()
+
+
+def _wants_hidden(providers: Sequence[DraftProvider]) -> bool:
+    return any(provider.wants_hidden for provider in providers)
+
+
+class ByKind:
+    """Each request's own kind of draft, or the server's."""
+
+    def __init__(self, kinds: Mapping[str, DraftProvider], default: str) -> None:
+        self._kinds = dict(kinds)
+        self._default = default
+        self.wants_hidden = _wants_hidden(list(kinds.values()))
+
+    def _of(self, request: Request) -> DraftProvider:
+        kind = request.speculation.kind
+        return self._kinds[self._default if kind is None else kind]
+
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
+        return self._of(request).width(request, tokens)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        drafts: list[Draft] = [_NO_DRAFT] * len(asks)
+        for provider in self._kinds.values():
+            mine = [i for i, ask in enumerate(asks) if self._of(ask.request) is provider]
+            if mine:
+                for i, draft in zip(mine, provider.propose([asks[i] for i in mine]), strict=True):
+                    drafts[i] = draft
+        return drafts
+
+    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
+        return self._of(request).cost_s(request, num_rows, width)
+
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        self._of(request).observe(request, draft, taken)
+
+    def absorb(self, forwarded: Forwarded) -> None:
+        for provider in self._kinds.values():
+            if provider.wants_hidden:
+                provider.absorb(forwarded)
+
+    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+        for provider in self._kinds.values():
+            provider.timed(num_rows, width, seconds)
+
+    def release(self, request: Request) -> None:
+        self._of(request).release(request)
+
+
+class FirstOf:
+    """The first provider that has a guess for a row; the later ones are only asked for the rows that are left."""
+
+    def __init__(self, *providers: DraftProvider) -> None:
+        self._providers = providers
+        self.wants_hidden = _wants_hidden(providers)
+
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
+        return max(provider.width(request, tokens) for provider in self._providers)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        drafts: list[Draft] = [_NO_DRAFT] * len(asks)
+        left = list(range(len(asks)))
+        for provider in self._providers:
+            mine: list[int] = []
+            narrowed: list[DraftAsk] = []
+            for i in left:
+                width = min(asks[i].width, provider.width(asks[i].request, asks[i].tokens))
+                if width > 0:
+                    mine.append(i)
+                    narrowed.append(replace(asks[i], width=width))
+            if narrowed:
+                for i, draft in zip(mine, provider.propose(narrowed), strict=True):
+                    drafts[i] = draft
+            left = [i for i in left if not drafts[i]]
+        return drafts
+
+    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
+        return sum(provider.cost_s(request, num_rows, width) for provider in self._providers)
+
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        for provider in self._providers:
+            provider.observe(request, draft, taken)
+
+    def absorb(self, forwarded: Forwarded) -> None:
+        for provider in self._providers:
+            if provider.wants_hidden:
+                provider.absorb(forwarded)
+
+    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+        for provider in self._providers:
+            provider.timed(num_rows, width, seconds)
+
+    def release(self, request: Request) -> None:
+        for provider in self._providers:
+            provider.release(request)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """How the guesses of one sort fared for a row, against what the one who guessed thought; faded round by round."""
+
+    right: float = 0.0
+    expected: float = 0.0
+
+    def acceptance(self, chance: float) -> float:
+        """The guesser's `chance`, corrected by how it was mistaken for this row so far."""
+        return min(chance * (self.right + _PRIOR_WEIGHT) / (self.expected + _PRIOR_WEIGHT), _MOST_CHANCE)
+
+    def judge(self, right: int, wrong: int, chance: float) -> None:
+        if right + wrong:
+            self.right = self.right * _FADE + right
+            self.expected = self.expected * _FADE + chance * (right + wrong)
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Steps without an attempt, twice as many after each that did not pay."""
+
+    left: int = 0
+    following: int = 1
+
+    def begin(self) -> None:
+        self.left = self.following
+        self.following = min(self.following * 2, _LONGEST_REST)
+
+    def step(self) -> None:
+        self.left = max(self.left - 1, 0)
+
+
+@dataclass(slots=True)
+class _Row:
+    free: _Counts = field(default_factory=_Counts)
+    paid: _Counts = field(default_factory=_Counts)
+    whole: Draft = _NO_DRAFT  # its last guess before it was cut
+    paid_rest: _Rest = field(default_factory=_Rest)  # from guesses that take time
+
+    @property
+    def acceptance(self) -> float:
+        """Of `whole`."""
+        counts = self.free if self.whole.free else self.paid
+        return counts.acceptance(self.whole.chance)
+
+
+def expected_tokens(acceptance: float, width: int) -> float:
+    """Tokens that a row with a draft of `width` takes in a step: 1 + a + a^2 + ... + a^width."""
+    if acceptance >= 1:
+        return width + 1.0
+    return (1 - acceptance ** (width + 1)) / (1 - acceptance)
+
+
+class AdaptiveWidth:
+    """Cuts drafts to the width that gives most tokens a second, 0 where every width loses.
+
+    A forward is as wide as its widest row, so the width is chosen for all rows together, from the measured cost of a
+    step and each row's acceptance. What was guessed but cut still teaches how good the guesses are. Guesses that take
+    time are only asked for where they would pay, and tried again now and then where good ones would.
+
+    `pause`: steps without any guess after one in which none paid, for devices whose pipeline a guess interrupts. It is
+    one for all rows, because many of them together may pay where one does not.
+    """
+
+    def __init__(self, inner: DraftProvider, costs: StepCosts, *, pause: int = 0) -> None:
+        self._inner = inner
+        self._pause = pause
+        self._paused = 0  # steps left
+        self._costs = costs
+        self._rows: dict[str, _Row] = {}
+        self._num_rows = 1  # of the last decode step
+        self.wants_hidden = inner.wants_hidden
+
+    def width(self, request: Request, tokens: Sequence[int]) -> int:
+        return 0 if self._paused else self._inner.width(request, tokens)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
+        rows = [self._rows.setdefault(ask.request.id, _Row()) for ask in asks]
+        priced = [
+            replace(ask, paid_width=self._paid_width(ask, row)) for ask, row in zip(asks, rows, strict=True)
+        ]
+        for row, draft in zip(rows, self._inner.propose(priced), strict=True):
+            row.whole = draft
+        best = self._best_width(rows)
+        self._paused = 0 if best else self._pause
+        return [replace(r.whole, tokens=r.whole.tokens[:best]) if r.whole else _NO_DRAFT for r in rows]
+
+    def _paid_width(self, ask: DraftAsk, row: _Row) -> int:
+        """The widest draft that pays if all rows are like this one, the time of guessing counted."""
+        if row.paid_rest.left or self._inner.cost_s(ask.request, 1, ask.width) <= 0:
+            return 0
+        best = self._paying(ask, row.paid.acceptance(_PAID_CHANCE))
+        if best:
+            return best
+        row.paid_rest.begin()
+        # One guess shows whether they have become better; it pays where good ones would.
+        return 1 if self._paying(ask, _GOOD_CHANCE) else 0
+
+    def _paying(self, ask: DraftAsk, acceptance: float) -> int:
+        best, rate = 0, _LEAST_GAIN / self._costs.seconds(self._num_rows, 1)
+        for width in range(1, ask.width + 1):
+            seconds = self._costs.seconds(self._num_rows, 1 + width)
+            seconds += self._inner.cost_s(ask.request, self._num_rows, width)
+            gain = expected_tokens(acceptance, width) / seconds
+            if gain > rate:
+                best, rate = width, gain
+        return best
+
+    def _best_width(self, rows: Sequence[_Row]) -> int:
+        """The one cut for all drafts of this step."""
+        longest = max((len(row.whole) for row in rows), default=0)
+        num_plain = max(self._num_rows - len(rows), 0)
+        best, rate = 0, (num_plain + len(rows)) * _LEAST_GAIN / self._costs.seconds(self._num_rows, 1)
+        for width in range(1, longest + 1):
+            tokens = num_plain + sum(
+                expected_tokens(row.acceptance, min(width, len(row.whole))) for row in rows
+            )
+            gain = tokens / self._costs.seconds(self._num_rows, 1 + width)
+            if gain > rate:
+                best, rate = width, gain
+        return best
+
+    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
+        return self._inner.cost_s(request, num_rows, width)
+
+    def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
+        row = self._rows.setdefault(request.id, _Row())
+        row.paid_rest.step()
+        whole, row.whole = row.whole, _NO_DRAFT
+        right, wrong = whole.judge(taken)
+        (row.free if whole.free else row.paid).judge(right, wrong, whole.chance)
+        if right and draft:
+            row.paid_rest.following = 1
+        self._inner.observe(request, whole or draft, taken)
+
+    def absorb(self, forwarded: Forwarded) -> None:
+        self._inner.absorb(forwarded)
+
+    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+        self._num_rows = num_rows
+        self._paused = max(self._paused - 1, 0)
+        self._costs.observe(num_rows, width, seconds)
+        self._inner.timed(num_rows, width, seconds)
+
+    def release(self, request: Request) -> None:
+        self._rows.pop(request.id, None)
+        self._inner.release(request)
