@@ -17,6 +17,7 @@ from mantou.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded, Service
+    from mantou.data import ModelInfo
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -27,12 +28,33 @@ _OWNER = "mantou"
 ENDPOINTS = (
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
+    "GET /v1/responses/{id}",
+    "DELETE /v1/responses/{id}",
+    "POST /v1/responses/{id}/cancel",
+    "GET /v1/responses/{id}/input_items",
+    "POST /v1/embeddings",
+    "POST /v1/rerank",
+    "POST /v1/score",
     "POST /admin/cache/session/close",
     "POST /admin/cache/flush",
     "GET /v1",
     "GET /v1/models",
     "GET /v1/models/{id}",
+    "POST /api/chat",
+    "POST /api/generate",
+    "POST /api/embed",
+    "POST /api/embeddings",
+    "POST /api/show",
+    "GET /api/tags",
+    "GET /api/ps",
+    "GET /api/version",
+    "GET /v1/requests",
+    "POST /v1/requests/{id}/cancel",
     "GET /health",
+    "GET /ready",
     "GET /stats",
     "GET /downloads",
     "GET /library",
@@ -61,6 +83,7 @@ class Admin:
             "/v1/models": self.models,
             "/v1/models/{model_id:path}": self.model,
             "/health": self.health,
+            "/ready": self.readiness,
             "/stats": self.stats,
             "/downloads": self.downloads,
             "/library": self.library,
@@ -71,6 +94,12 @@ class Admin:
     async def health(self, request: Request) -> Response:
         """Alive, whatever the model does."""
         return Response(_HEALTH, media_type="application/json")
+
+    async def readiness(self, request: Request) -> Response:
+        """200 while new requests are welcome: a model is loaded, and nobody told the server to stop."""
+        state = "draining" if self._service.draining else self._service.state
+        status = 200 if state == "ready" else 503
+        return Response(msgspec.json.encode({"status": state}), status, media_type="application/json")
 
     async def page(self, request: Request) -> Response:
         return HTMLResponse(PAGE)
@@ -93,16 +122,21 @@ class Admin:
         others = [
             Model(id=str(row["repo_id"]), object="model", created=int(row.get("created", 0)), owned_by=_OWNER)
             for row in await self._scan(loaded)
-            if row.get("supported") and not row.get("serving") and row["repo_id"] != served.id
+            if row.get("supported")
+            and not row.get("serving")
+            and row["repo_id"] not in {served.id, *(model.id for model in self._beside(loaded))}
         ]
         return Response(
-            encode(ModelList(object="list", data=[served, *others])), media_type="application/json"
+            encode(ModelList(object="list", data=[served, *self._beside(loaded), *others])),
+            media_type="application/json",
         )
 
     async def model(self, request: Request) -> Response:
         """OpenAI's single object; only the served model has one, since only it can answer."""
         loaded = await self._service.ready()
         asked = request.path_params["model_id"]
+        if beside := [model for model in self._beside(loaded) if model.id == asked]:
+            return Response(encode(beside[0]), media_type="application/json")
         if asked != loaded.info.id:
             raise ModelNotFound(
                 f"This server serves {loaded.info.id}, not the model that was asked for.", param="model"
@@ -128,6 +162,7 @@ class Admin:
             engine={} if loaded is None else self._service.engine.stats(),
             model=self._service.config.model if loaded is None else loaded.info.id,
             started_at=self._service.started_at,
+            cache={} if loaded is None else loaded.store.stats(),
         )
         # The exposition library takes 0.15 s to import once; running streams must not notice.
         text = await asyncio.to_thread(render, facts)
@@ -146,6 +181,13 @@ class Admin:
             reasoning=loaded.info.reasoning,
             vision=loaded.info.vision,
         )
+
+    def _beside(self, loaded: Loaded) -> list[Model]:
+        """The embedding model next to the served one."""
+        if loaded.embeddings is None or loaded.embeddings.info.id == loaded.info.id:
+            return []
+        info = loaded.embeddings.info
+        return [Model(info.id, "model", loaded.created, _OWNER, context_window=info.max_tokens)]
 
     async def _scan(self, loaded: Loaded) -> Sequence[Mapping[str, Any]]:
         """Rows with at least `repo_id` and `supported`, at most 30 s old. One scan at a time, off the loop."""
@@ -169,6 +211,7 @@ class Admin:
             return found
         info, engine = loaded.info, service.engine.stats()
         kv = engine.get("kv", {})
+        capped = config.context_length is not None or "context_reason" in info.extra
         return found | {
             "model": info,
             "batch": {
@@ -179,17 +222,26 @@ class Admin:
                 "max_waiting": config.max_waiting,
             },
             "kv_quant": {
-                "mode": _kv_mode(config.kv_quant, info.dtype),
+                "mode": _kv_mode(config.kv_quant, info),
                 "scheme": info.kv_scheme,
-                "layers": info.num_layers,
+                "start": config.kv_quant_start,
+                "layers": info.extra.get("kv_codecs", {}),
+                "attention": {
+                    "global": info.num_layers.get("full", 0),
+                    "sliding_window": info.num_layers.get("window", 0) + info.num_layers.get("chunked", 0),
+                },
+                "recurrent_layers": info.num_layers.get("recurrent", 0),
             },
             "admission": {
                 "max_safe_context": kv.get("capacity_tokens"),
-                "enforced_context_tokens": config.context_length,
-                "memory_budget_bytes": None,
+                "enforced_context_tokens": info.context_length if capped else None,
+                "kv_budget_bytes": config.kv_budget_bytes,
+                "memory_budget_bytes": config.memory_budget_bytes,
                 "weights_bytes": info.weights_bytes,
             },
             **loaded.store.stats(),
+            **loaded.checkpoints.stats(),
+            **({} if loaded.embeddings is None else {"embeddings": loaded.embeddings.stats()}),
             "engine": engine,
         }
 
@@ -203,6 +255,8 @@ class Admin:
         }
 
 
-def _kv_mode(kv_quant: str, dtype: str) -> str:
+def _kv_mode(kv_quant: str, info: ModelInfo) -> str:
     """The reference's name for the scheme that was configured."""
-    return dtype if kv_quant == "off" else f"uniform-kv{kv_quant}"
+    if kv_quant == "off":
+        return info.dtype
+    return f"uniform-kv{kv_quant}" if kv_quant.isdigit() else info.kv_scheme

@@ -58,6 +58,10 @@ class MessagesAsk:
     def num_characters(self) -> int:
         return self.prompt.num_characters
 
+    @property
+    def compiles(self) -> bool:
+        return bool(self.prompt.tools or self.prompt.grammar or self.generation.grammar)
+
 
 def _stop_sequences(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, list):
@@ -156,6 +160,7 @@ class AnthropicMessages:
             parallel_tools=ask.prompt.tool_choice.parallel,
             tool_choice=_CHOICES[ask.prompt.tool_choice.kind],
             tool_name=ask.prompt.tool_choice.name,
+            grammar=ask.prompt.grammar,
         )
         (row,) = plan_rows(
             ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mantou.api.anthropic_wire import PING, ErrorDetails, ErrorEnvelope, ErrorObject, encode
 from mantou.api.envelope import request_id
-from mantou.api.sse import named_event
+from mantou.api.sse import EVENT_STREAM, named_event
 from mantou.errors import BadRequest, EngineStopped, MantouError, QueueFull
 
 OVERLOADED = 529
@@ -31,6 +31,7 @@ class NoThreads(BadRequest):
 class AnthropicEnvelope:
     """Anthropic's wording."""
 
+    content_type = EVENT_STREAM
     keep_alive = PING
 
     def status(self, error: MantouError) -> int:

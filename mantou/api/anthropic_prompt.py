@@ -12,7 +12,8 @@ from mantou.api.anthropic_reading import needed_text
 from mantou.api.anthropic_tools import ToolChoice, check_tool_choice, read_tool_choice, read_tools
 from mantou.api.fields import Field, Shaped, shown, wrong
 from mantou.api.openai_messages import num_characters
-from mantou.data import Message, Prompt
+from mantou.api.structured import one_grammar, read_format
+from mantou.data import Grammar, Message, Prompt
 from mantou.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class PromptAsk:
     tool_choice: ToolChoice
     thinking: Thinking
     effort: str | None
+    grammar: Grammar | None = None  # output_config.format
 
     @property
     def num_characters(self) -> int:
@@ -74,12 +76,15 @@ def _budget(value: Any, name: str) -> int:
 def _effort(value: Any, name: str) -> str | None:
     if not isinstance(value, dict):
         raise wrong(name, "an object", value)
-    if value.get("format") is not None:
-        raise BadRequest(f"{name}.format is not supported yet; leave it out.", param=f"{name}.format")
     effort = value.get("effort")
     if effort is not None and effort not in EFFORTS:
         raise BadRequest(f"{name}.effort must be one of {', '.join(EFFORTS)}.", param=f"{name}.effort")
     return effort
+
+
+def _output_format(body: Mapping[str, Any]) -> Grammar | None:
+    value = (body.get("output_config") or {}).get("format")
+    return None if value is None else read_format(value, "output_config.format")
 
 
 _MESSAGES = Shaped(
@@ -133,14 +138,20 @@ _THINKING = Shaped(
 )
 _OUTPUT = Shaped(
     "output_config",
-    "`effort`: for templates that know levels. `format` is not supported yet.",
+    "`effort`: for templates that know levels. `format`: type json_schema with a `schema` that the answer follows.",
     _effort,
     {
         "type": ["object", "null"],
-        "properties": {"effort": {"type": ["string", "null"], "enum": [*EFFORTS, None]}},
+        "properties": {
+            "effort": {"type": ["string", "null"], "enum": [*EFFORTS, None]},
+            "format": {"type": ["object", "null"]},
+        },
     },
 )
-PROMPT_FIELDS: tuple[Field[Any], ...] = (_MESSAGES, _SYSTEM, _TOOLS, _TOOL_CHOICE, _THINKING, _OUTPUT)
+_OUTPUT_FORMAT = Shaped(
+    "output_format", "The older name of output_config.format.", read_format, {"type": ["object", "null"]}
+)
+PROMPT_FIELDS: tuple[Field[Any], ...] = (_MESSAGES, _SYSTEM, _TOOLS, _TOOL_CHOICE, _THINKING, _OUTPUT, _OUTPUT_FORMAT)
 
 
 def read_prompt(body: Mapping[str, Any]) -> PromptAsk:
@@ -158,6 +169,7 @@ def read_prompt(body: Mapping[str, Any]) -> PromptAsk:
         tool_choice=choice,
         thinking=_THINKING.read(body) or Thinking(),
         effort=_OUTPUT.read(body),
+        grammar=one_grammar(_output_format(body), _OUTPUT_FORMAT.read(body)),
     )
 
 

@@ -15,6 +15,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mantou.api import embeddings, ollama_admin, ollama_embed, rerank
+from mantou.api.access import DrainGate, KeyGate
 from mantou.api.admin import Admin
 from mantou.api.anthropic import AnthropicMessages
 from mantou.api.anthropic_count import TokenCount
@@ -24,15 +26,36 @@ from mantou.api.envelope import Envelope, Exchanges
 from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal, known_error
 from mantou.api.generation_route import Dialect, GenerationRoute
 from mantou.api.guard import Guard
+from mantou.api.keys import KeyRing
+from mantou.api.ollama import OllamaChat, OllamaGenerate
+from mantou.api.ollama_admin import OllamaAdmin
+from mantou.api.ollama_wire import OllamaEnvelope
 from mantou.api.openai_chat import OpenAIChat
 from mantou.api.openai_completions import OpenAICompletions
 from mantou.api.openapi import document
+from mantou.api.quotas import Quotas
+from mantou.api.requests_admin import RequestsAdmin
+from mantou.api.responses_errors import ResponsesEnvelope
+from mantou.api.responses_route import ResponsesRoutes
+from mantou.api.responses_runs import Runs
+from mantou.api.responses_store import open_store
 from mantou.api.service import Service
 from mantou.errors import MantouError
 
-DIALECTS: tuple[Dialect[Any], ...] = (OpenAIChat(), OpenAICompletions(), AnthropicMessages())
+DIALECTS: tuple[Dialect[Any], ...] = (
+    OpenAIChat(),
+    OpenAICompletions(),
+    AnthropicMessages(),
+    OllamaChat(),
+    OllamaGenerate(),
+)
 # Path -> how errors are worded there and below; OpenAI's way elsewhere.
-ENVELOPES: Mapping[str, Envelope] = {"/v1/messages": AnthropicEnvelope()}
+ENVELOPES: Mapping[str, Envelope] = {
+    "/v1/messages": AnthropicEnvelope(),
+    "/v1/responses": ResponsesEnvelope(),
+    "/api/generate": OllamaEnvelope("generate"),
+    **dict.fromkeys(("/api/chat", "/api/embed", "/api/embeddings", *ollama_admin.PATHS), OllamaEnvelope()),
+}
 
 
 def create_app(service: Service) -> Starlette:
@@ -41,22 +64,38 @@ def create_app(service: Service) -> Starlette:
     routes: list[BaseRoute] = [
         Route(dialect.path, GenerationRoute(service, dialect), methods=["POST"]) for dialect in DIALECTS
     ]
+    config = service.config
+    store = open_store(config.response_store, ttl_s=config.response_ttl_s, max_bytes=config.response_bytes)
+    responses = ResponsesRoutes(service, store)
+    routes += responses.routes()
     routes.append(Route(TokenCount.path, TokenCount(service), methods=["POST"]))
+    texts = [embeddings.route(service), *rerank.routes(service), *ollama_embed.routes(service)]
+    routes += [Route(route.path, route, methods=["POST"]) for route in texts]
+    routes += RequestsAdmin(service.running).routes()
+    routes += OllamaAdmin(service).routes()
     routes += [Route(path, answer, methods=["GET"]) for path, answer in admin.routes().items()]
     routes += [Route(path, act, methods=["POST"]) for path, act in CacheAdmin(service).routes().items()]
     return Starlette(
         routes=routes,
         middleware=_middleware(service),
         exception_handlers={MantouError: _mantou_error, HTTPException: _http_error},
-        lifespan=_lifespan(service),
+        lifespan=_lifespan(service, responses.runs),
     )
 
 
 def _middleware(service: Service) -> list[Middleware]:
     config = service.config
     stack = [
-        Middleware(Exchanges, envelopes=ENVELOPES),
+        Middleware(
+            Exchanges,
+            envelopes=ENVELOPES,
+            running=service.running,
+            observers=service.observers,
+            max_body_bytes=config.max_body_bytes,
+        ),
         Middleware(Guard, host=config.host, allow_origins=config.allow_origins),
+        Middleware(DrainGate, draining=lambda: service.draining),
+        Middleware(KeyGate, ring=KeyRing(config.api_key_file, config.api_key), quotas=Quotas()),
         Middleware(Boundary),
     ]
     if config.allow_origins:
@@ -69,13 +108,15 @@ def _middleware(service: Service) -> list[Middleware]:
     return stack
 
 
-def _lifespan(service: Service) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(service: Service, runs: Runs) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
         service.attach(asyncio.get_running_loop())
+        await runs.open()
         if service.on_start is not None:
             service.on_start(service)
         yield
+        await runs.close()
         if service.on_stop is not None:
             await asyncio.to_thread(service.on_stop)
 

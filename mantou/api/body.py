@@ -9,14 +9,18 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
+from mantou.api.envelope import current
 from mantou.api.faults import ClientGone, TooLarge
 from mantou.errors import BadRequest
 
 MAX_BODY_BYTES = 64 * 2**20
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body. Raises TooLarge beyond `limit` bytes, ClientGone if the client leaves half way."""
+async def read_body(scope: Scope, receive: Receive, limit: int | None = None) -> bytes:
+    """The whole body. Raises TooLarge beyond `limit` bytes (None = the server's), ClientGone if the client leaves half
+    way."""
+    if limit is None:
+        limit = current().max_body_bytes or MAX_BODY_BYTES
     announced = Headers(scope=scope).get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
@@ -46,7 +50,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"The body is larger than {limit // 2**20} MiB; send less at once.")
+    shown = f"{limit / 2**20:.0f} MiB" if limit >= 2**20 else f"{limit} bytes"
+    return TooLarge(f"The body is larger than {shown}; send less at once, or raise the server's --max-body.")
 
 
 def _refuse_constant(name: str) -> NoReturn:

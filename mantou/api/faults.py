@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from mantou.api.envelope import Envelope, request_id, spoken
-from mantou.api.sse import COMMENT, data_event
-from mantou.errors import EngineStopped, MantouError, QueueFull
+from mantou.api.envelope import Envelope, current, request_id, spoken
+from mantou.api.sse import COMMENT, EVENT_STREAM, data_event
+from mantou.errors import EngineStopped, MantouError
 
 _log = logging.getLogger("mantou.api")
 
@@ -38,6 +38,22 @@ class Refused(MantouError):
     code = "forbidden"
 
 
+class Unauthorized(MantouError):
+    """No API key, or one that this server does not know."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class Cancelled(MantouError):
+    """Somebody ended the request through the API."""
+
+    status = 499
+    type = "invalid_request_error"
+    code = "request_cancelled"
+
+
 class NotFound(MantouError):
     status = 404
     type = "invalid_request_error"
@@ -61,8 +77,18 @@ def internal(error: BaseException) -> RequestFailed:
 
 
 def known_error(error: BaseException) -> MantouError:
-    """What the client may know of any error. A cancelled task means that the server's grace is over."""
+    """What the client may know of any error. A cancelled task means that somebody asked for it, or that the server's
+    grace is over."""
+    exchange = current()
+    known = _known(error, cancelled=exchange.cancelled)
+    exchange.error = known.code or known.type
+    return known
+
+
+def _known(error: BaseException, *, cancelled: bool) -> MantouError:
     if isinstance(error, asyncio.CancelledError):
+        if cancelled:
+            return Cancelled("This request was cancelled through POST /v1/requests/{id}/cancel.")
         return EngineStopped("The server is shutting down and stopped this request; send it again later.")
     return error if isinstance(error, MantouError) else internal(error)
 
@@ -76,6 +102,7 @@ def error_json(error: MantouError) -> bytes:
 class OpenAIEnvelope:
     """OpenAI's wording, and that of every route that has none of its own."""
 
+    content_type = EVENT_STREAM
     keep_alive = COMMENT
 
     def status(self, error: MantouError) -> int:
@@ -99,7 +126,8 @@ def envelope() -> Envelope:
 def error_response(error: MantouError, headers: Mapping[str, str] | None = None) -> Response:
     """The whole response for an error that happened before anything was sent."""
     extra = dict(headers or {})
-    if isinstance(error, QueueFull):
-        extra["retry-after"] = "1"
+    if error.retry_after_s is not None:
+        extra["retry-after"] = str(error.retry_after_s)
+    current().error = error.code or error.type
     wording = envelope()
     return Response(wording.body(error), wording.status(error), extra, "application/json")

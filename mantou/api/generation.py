@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mantou.api.envelope import current
 from mantou.api.faults import RequestFailed
 from mantou.data import (
     FillUsage,
@@ -156,6 +157,8 @@ class Generation:
         self._running = set(self._rows)
         self._inbox = self._mailbox.open(*self._rows)
         self._closed = False
+        self._exchange = current()
+        self._exchange.work.model = loaded.info.id
 
     def start(self) -> None:
         """Submits every row or none. Raises what the engine raises: QueueFull, EngineStopped, BadRequest."""
@@ -164,6 +167,7 @@ class Generation:
             for row in self._rows.values():
                 self._engine.submit(row.plan.request)
                 submitted.add(row.plan.request.id)
+            self._account_prompts()
         except MantouError as error:
             self._metrics.rejected[error.code or error.type] += 1
             if isinstance(error, QueueFull) and submitted:
@@ -204,6 +208,7 @@ class Generation:
             if row.stopping:
                 self._engine.cancel(event.request_id, "stop")
             if row.usage is not None:
+                self._exchange.work.cached_tokens += row.usage.cached_tokens
                 self._end(event.request_id, text, now)
             if text is not None:
                 found.append((row.index, text))
@@ -231,13 +236,25 @@ class Generation:
             prompt_tokens=sum(usage.prompt_tokens for usage in first.values()),
             completion_tokens=sum(usage.completion_tokens for _, usage in ended),
             cached_tokens=sum(usage.cached_tokens for usage in first.values()),
-            lane=ended[0][1].lane,
+            lane=ended[0][1].lane if ended else "batched",
             speculation=SpeculationUsage.sum([usage.speculation for _, usage in ended]),
             fill=FillUsage.sum([usage.fill for _, usage in ended]),
             reasoning_tokens=sum(usage.reasoning_tokens for _, usage in ended),
         )
 
+    def _account_prompts(self) -> None:
+        """Every prompt counts once, however many answers it gets."""
+        prompts = {row.plan.prompt: len(row.plan.request.prompt) for row in self._rows.values()}
+        self._exchange.work.rows.update(self._rows)
+        self._exchange.work.prompt_tokens += sum(prompts.values())
+        self._exchange.charge(sum(prompts.values()))
+
     def _measure(self, row: _Row, num_tokens: int, now: float) -> None:
+        work = self._exchange.work
+        work.completion_tokens += num_tokens
+        self._exchange.charge(num_tokens)
+        if work.first_token_s is None:
+            work.first_token_s = now - self._arrived
         waited = row.since_last(now)
         if waited is None:
             self._metrics.first_token_s.observe(now - self._arrived)
@@ -251,3 +268,4 @@ class Generation:
         if finish == "tool_calls":  # the model stopped all the same
             finish = "stop"
         self._metrics.finished[finish] += 1
+        self._exchange.work.finishes.append(finish)

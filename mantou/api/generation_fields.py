@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mantou.api.fields import HUGE, Boolean, Field, Integer, Number, Object, Shaped, Text, kind_of, wrong
+from mantou.api.structured import EXTENSIONS, read_extensions
+from mantou.data import Grammar, Speculation
 from mantou.errors import BadRequest
 
 MAX_STOPS = 4
 MAX_CHOICES = 16
+
+
+_AS_SERVED = Speculation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,8 @@ class GenerationAsk:
     curve: CurveAsk | None = None
     adapters: tuple[str, ...] = ()
     session: str | None = None
+    speculation: Speculation = _AS_SERVED
+    grammar: Grammar | None = None  # structured_outputs and guided_*
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
@@ -88,6 +95,33 @@ def _adapters(value: Any, name: str) -> tuple[str, ...]:
         raise wrong(name, "a string", value)
     parts = tuple(part.strip() for part in re.split(r"[+,]", value) if part.strip())
     return () if parts == ("none",) else parts
+
+
+def _speculation(value: Any, name: str) -> Speculation:
+    if value is False:
+        return Speculation(kind="off")
+    if not isinstance(value, dict):
+        raise wrong(name, "an object or false", value)
+    try:
+        kind, most = DRAFT_KIND.read(value), NUM_DRAFT_TOKENS.read(value)
+    except BadRequest as error:
+        raise BadRequest(f"{name}.{error.message}", param=f"{name}.{error.param}") from None
+    return Speculation(kind, most)
+
+
+def _prediction(value: Any, name: str) -> str:
+    """OpenAI's predicted output: {"type": "content", "content": text or text parts}."""
+    if not isinstance(value, dict):
+        raise wrong(name, "an object", value)
+    content = value.get("content")
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    said = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts = [text for text in said if isinstance(text, str)]
+    if value.get("type", "content") != "content" or len(texts) < len(said):
+        raise BadRequest(
+            f"{name} must be of type content, its content a string or a list of text parts.", param=name
+        )
+    return "".join(texts)
 
 
 _CURVE = (
@@ -138,6 +172,23 @@ LOGIT_BIAS = Shaped(
 ADAPTER = Shaped(
     "adapter", "An adapter's id, several as a+b, or none.", _adapters, {"type": ["string", "null"]}
 )
+DRAFT_KIND = Text("kind", "Who guesses: one of the kinds this server has, or off.")
+NUM_DRAFT_TOKENS = Integer("num_draft_tokens", "Most tokens guessed at once.", 1, 64)
+SPECULATION = Shaped(
+    "speculation",
+    "How tokens are guessed ahead; false = not at all. The answer is the same in every case.",
+    _speculation,
+    {
+        "type": ["object", "boolean", "null"],
+        "properties": {entry.name: entry.schema() for entry in (DRAFT_KIND, NUM_DRAFT_TOKENS)},
+    },
+)
+PREDICTION = Shaped(
+    "prediction",
+    "Text that the answer is expected to repeat in large parts: it comes faster where it does.",
+    _prediction,
+    {"type": ["object", "null"]},
+)
 MODEL = Text("model", "Ignored: the server answers with the model it has loaded.")
 
 # Read straight into the attribute of the same name.
@@ -173,7 +224,9 @@ TABLE: tuple[Field[Any], ...] = (
     LOGIT_BIAS,
     CURVE,
     ADAPTER,
+    SPECULATION,
     *_SESSION,
+    *EXTENSIONS,
 )
 
 
@@ -192,6 +245,8 @@ def read_generation(body: Mapping[str, Any], headers: Mapping[str, str]) -> Gene
         curve=CURVE.read(body),
         adapters=ADAPTER.read(body) or (),
         session=_session(body, headers),
+        speculation=SPECULATION.read(body) or Speculation(),
+        grammar=read_extensions(body),
         **plain,
     )
 

@@ -15,6 +15,7 @@ from mantou.api.body import parse_object, read_body
 from mantou.api.faults import ClientGone, envelope, known_error
 from mantou.api.generation import Answer, Generation
 from mantou.api.generation_fields import GenerationAsk
+from mantou.api.patience import begun
 from mantou.api.planning import Encoder, Job
 from mantou.api.sse import ClientWatch, EventWriter
 
@@ -33,6 +34,10 @@ class Ask(Protocol):
     def generation(self) -> GenerationAsk: ...
     @property
     def num_characters(self) -> int: ...
+    @property
+    def compiles(self) -> bool:
+        """Whether a grammar may have to be compiled, which is not for the event loop."""
+        ...
 
 
 AskT = TypeVar("AskT", bound=Ask)
@@ -82,7 +87,7 @@ class GenerationRoute:
         loaded = await self._service.ready()
         fingerprint = f"mantou-{self._service.version}-{loaded.info.kv_scheme}"
         args = (ask, loaded, self._service.config, fingerprint, int(time.time()))
-        if ask.num_characters > _INLINE_CHARACTERS:
+        if ask.num_characters > _INLINE_CHARACTERS or ask.compiles:
             job = await asyncio.to_thread(self._dialect.plan, *args)
         else:
             job = self._dialect.plan(*args)
@@ -94,23 +99,7 @@ class GenerationRoute:
         self, ask: Ask, arrived: float, client: ClientWatch, writer: EventWriter | None
     ) -> tuple[Job, Generation]:
         """Waits for `_begin` with an eye on the client, and keeps a stream alive meanwhile. Raises ClientGone."""
-        begin = asyncio.ensure_future(self._begin(ask, arrived))
-        timeout = None if writer is None else self._service.heartbeat_s
-        try:
-            while not begin.done():
-                await asyncio.wait({begin, client.task}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if begin.done():
-                    break
-                if client.gone:
-                    raise ClientGone
-                if writer is not None:
-                    await writer.open()
-                    await writer.keep_alive()
-            return begin.result()
-        except (ClientGone, asyncio.CancelledError):
-            begin.cancel()
-            begin.add_done_callback(_abandon)
-            raise
+        return await begun(self._begin(ask, arrived), client, writer, self._service.heartbeat_s, _abandon)
 
     # ------------------------------------------------------------------ not streamed
     async def _whole(
@@ -132,7 +121,8 @@ class GenerationRoute:
 
     # ------------------------------------------------------------------ streamed
     async def _stream(self, ask: Ask, arrived: float, client: ClientWatch, send: Send) -> None:
-        writer = EventWriter(send, self._service.heartbeat_s, envelope().keep_alive)
+        wording = envelope()
+        writer = EventWriter(send, self._service.heartbeat_s, wording.keep_alive, wording.content_type)
         try:
             job, generation = await self._begun(ask, arrived, client, writer)
             try:
@@ -178,7 +168,6 @@ class GenerationRoute:
                 await writer.keep_alive()
 
 
-def _abandon(begin: asyncio.Future[tuple[Job, Generation]]) -> None:
-    """Nobody waits for this start any more: whatever it came to, no row may keep running."""
-    if not begin.cancelled() and begin.exception() is None:
-        begin.result()[1].close()
+def _abandon(start: tuple[Job, Generation]) -> None:
+    """Nobody waits for this start any more: no row may keep running."""
+    start[1].close()

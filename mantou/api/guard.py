@@ -27,6 +27,14 @@ def host_name(netloc: str) -> str:
         return ""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server bound to `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 def _is_private_name(host: str) -> bool:
     """Names that no outsider can make a page for: addresses, dotless names, and names of the local link."""
     try:

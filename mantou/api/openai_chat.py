@@ -16,7 +16,6 @@ from mantou.api.fields import (
     Schema,
     Shaped,
     Text,
-    kind_of,
     properties,
 )
 from mantou.api.generation import Answer
@@ -35,7 +34,8 @@ from mantou.api.openai_wire import (
 )
 from mantou.api.planning import Head, Job, RowOptions, plan_rows
 from mantou.api.sse import DONE
-from mantou.data import Message, TextEvent, Usage
+from mantou.api.structured import FORMAT
+from mantou.data import Grammar, Message, TextEvent, Usage
 from mantou.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -61,18 +61,15 @@ class ChatAsk:
     logprobs: bool
     top_logprobs: int
     prediction: str = ""
+    grammar: Grammar | None = None  # response_format
 
     @property
     def num_characters(self) -> int:
         return num_characters(self.messages)
 
-
-def _response_format(value: Any, name: str) -> None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
-        raise BadRequest(f"{name} must be an object with a type, got {kind_of(value)}.", param=name)
-    if kind != "text":
-        raise BadRequest(f"{name} is not supported yet except for type text; leave it out.", param=name)
+    @property
+    def compiles(self) -> bool:
+        return bool(self.tools or self.grammar or self.generation.grammar)
 
 
 _MESSAGES = Shaped(
@@ -93,7 +90,6 @@ _KWARGS = Object("chat_template_kwargs", "Further variables for the chat templat
 _EFFORT = Text(
     "reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS
 )
-_FORMAT = Shaped("response_format", "Only type text for now.", _response_format, {"type": ["object", "null"]})
 _LOGPROBS = Boolean("logprobs", "Whether to send the log-probability of every token.")
 _TOP_LOGPROBS = Integer(
     "top_logprobs", "How many alternatives for every token; -1 = none.", -1, MAX_TOP_LOGPROBS
@@ -105,7 +101,7 @@ _OWN: tuple[Field[Any], ...] = (
     _PARALLEL,
     _KWARGS,
     _EFFORT,
-    _FORMAT,
+    FORMAT,
     _LOGPROBS,
     _TOP_LOGPROBS,
     PREDICTION,
@@ -122,7 +118,6 @@ class OpenAIChat:
         messages = _MESSAGES.read(body)
         if messages is None:
             raise BadRequest("messages is missing; send a list with at least one message.", param="messages")
-        _FORMAT.read(body)
         top = max(_TOP_LOGPROBS.read(body) or 0, 0)
         choice = _TOOL_CHOICE.read(body) or ToolChoice()
         tools = offered_tools(choice, _TOOLS.read(body) or ())
@@ -137,6 +132,7 @@ class OpenAIChat:
             logprobs=(_LOGPROBS.read(body) or False) or top > 0,
             top_logprobs=top,
             prediction=PREDICTION.read(body) or "",
+            grammar=FORMAT.read(body),
         )
 
     def plan(self, ask: ChatAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
@@ -161,6 +157,7 @@ class OpenAIChat:
             parallel_tools=ask.parallel_tools,
             tool_choice=ask.tool_choice.kind if ask.tool_choice.kind != "none" else "auto",
             tool_name=ask.tool_choice.name,
+            grammar=ask.grammar,
         )
         rows = plan_rows(ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id)
         return Job(rows, ChatEncoder(head, ask, loaded))

@@ -14,7 +14,8 @@ from mantou.api.openai_logprobs import text_logprobs
 from mantou.api.openai_wire import Completion, TextChoice, encode, usage_body
 from mantou.api.planning import Head, Job, RowOptions, plan_rows
 from mantou.api.sse import DONE
-from mantou.data import Prompt, TextEvent, Usage
+from mantou.api.structured import FORMAT
+from mantou.data import Grammar, Prompt, TextEvent, Usage
 from mantou.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ class CompletionAsk:
     prompts: tuple[RawPrompt, ...]
     echo: bool
     num_top: int | None
+    grammar: Grammar | None = None  # response_format
 
     @property
     def num_characters(self) -> int:
         return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def compiles(self) -> bool:
+        return bool(self.grammar or self.generation.grammar)
 
 
 def _is_token(value: object) -> bool:
@@ -102,7 +108,7 @@ _TOP_LOGPROBS = Integer(
     "top_logprobs", "How many alternatives, where logprobs is true; -1 = none.", -1, MAX_TOP_LOGPROBS
 )
 _BEST_OF = Integer("best_of", "Must equal n if it is set.", 1)
-_OWN: tuple[Field[Any], ...] = (_PROMPT, _ECHO, _SUFFIX, _LOGPROBS, _TOP_LOGPROBS, _BEST_OF)
+_OWN: tuple[Field[Any], ...] = (_PROMPT, _ECHO, _SUFFIX, _LOGPROBS, _TOP_LOGPROBS, _BEST_OF, FORMAT)
 
 
 class OpenAICompletions:
@@ -128,13 +134,15 @@ class OpenAICompletions:
             raise BadRequest(
                 "logprobs of an echoed prompt are not supported yet; leave echo out.", param="echo"
             )
-        return CompletionAsk(generation, prompts, echo, num_top)
+        return CompletionAsk(generation, prompts, echo, num_top, FORMAT.read(body))
 
     def plan(self, ask: CompletionAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
         """Tokenises the prompts. Raises BadRequest where the model cannot do what is asked."""
         prompts = [_tokenise(prompt, loaded) for prompt in ask.prompts]
         head = Head(f"cmpl-{uuid4()}", created, loaded.info.id, fingerprint)
-        options = RowOptions(logprobs=ask.num_top is not None, top_logprobs=ask.num_top or 0)
+        options = RowOptions(
+            logprobs=ask.num_top is not None, top_logprobs=ask.num_top or 0, grammar=ask.grammar
+        )
         rows = plan_rows(ask.generation, prompts, options, loaded=loaded, config=config, response_id=head.id)
         echoes = [prompts[row.prompt].text if ask.echo else "" for row in rows]
         return Job(rows, CompletionEncoder(head, ask, echoes, loaded))

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from mantou.api import embeddings_openapi, operations_openapi, responses_openapi
 from mantou.api.anthropic_count import TokenCount
 from mantou.api.anthropic_wire import ErrorEnvelope, Event, MessageBody, TokenCountBody
+from mantou.api.ollama_wire import OllamaChatLine, OllamaError, OllamaGenerateLine
 from mantou.api.openai_wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
+from mantou.api.responses import OpenAIResponses
+from mantou.api.responses_wire import Event as ResponseEvent
+from mantou.api.responses_wire import ResponseBody
 
 if TYPE_CHECKING:
     from mantou.api.generation_route import Dialect
 
 Schema = dict[str, Any]
+
+
+class _Described(Protocol):
+    @property
+    def path(self) -> str: ...
+    def schema(self) -> Schema: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,7 @@ class _Answer:
     error: Any = ErrorBody
     stream: str = "chunks as server-sent events up to `data: [DONE]`"
     busy: str = "429"  # status of a full queue
+    media: str = "text/event-stream"
 
 
 _ANSWERS: Mapping[str, _Answer] = {
@@ -35,6 +47,17 @@ _ANSWERS: Mapping[str, _Answer] = {
     "/v1/messages": _Answer(
         MessageBody, Event, ErrorEnvelope, "server-sent events up to `message_stop`", "529"
     ),
+    "/api/chat": _Answer(
+        OllamaChatLine, OllamaChatLine, OllamaError, "a line of JSON for each part", media="application/x-ndjson"
+    ),
+    "/api/generate": _Answer(
+        OllamaGenerateLine,
+        OllamaGenerateLine,
+        OllamaError,
+        "a line of JSON for each part",
+        media="application/x-ndjson",
+    ),
+    OpenAIResponses.path: _Answer(ResponseBody, ResponseEvent),
 }
 _OBJECT: Schema = {"type": "object"}
 _ERRORS = {
@@ -72,10 +95,17 @@ def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
     """The whole document."""
     answers = {kind for answer in _ANSWERS.values() for kind in (answer.whole, answer.chunk, answer.error)}
     types: list[Any] = [*answers, Model, ModelList, TokenCountBody]
+    types += [kind for kind in responses_openapi.TYPES if kind not in answers]
+    types += embeddings_openapi.TYPES
+    types += operations_openapi.TYPES
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refs = dict(zip(types, schemas, strict=True))
     paths = {dialect.path: {"post": _generation(dialect, refs)} for dialect in dialects}
+    paths[OpenAIResponses.path] = {"post": _generation(OpenAIResponses(), refs)}
+    paths |= responses_openapi.paths(refs)
     paths[TokenCount.path] = {"post": _count(refs)}
+    paths |= embeddings_openapi.paths(refs)
+    paths |= operations_openapi.paths(refs)
     paths |= {path: {"get": _read(path, *entry, refs)} for path, entry in _READS.items()}
     paths |= {path: {"post": _action(path, *entry, refs)} for path, entry in _ACTIONS.items()}
     return {
@@ -101,13 +131,13 @@ def _errors(refs: Mapping[Any, Schema], *statuses: str, kind: Any = ErrorBody) -
     }
 
 
-def _generation(dialect: Dialect[Any], refs: Mapping[Any, Schema]) -> Schema:
+def _generation(dialect: _Described, refs: Mapping[Any, Schema]) -> Schema:
     kinds = _ANSWERS[dialect.path]
     answer = {
         "description": f"The answer; with `stream`, {kinds.stream}.",
         "content": {
             "application/json": {"schema": refs[kinds.whole]},
-            "text/event-stream": {"schema": refs[kinds.chunk]},
+            kinds.media: {"schema": refs[kinds.chunk]},
         },
     }
     return {

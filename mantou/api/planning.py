@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from mantou.api import defaults
 from mantou.api.generation import Answer, RowPlan
 from mantou.api.generation_fields import GenerationAsk
-from mantou.data import Prompt, Request, TextEvent, Usage
+from mantou.api.structured import one_grammar
+from mantou.data import Grammar, Prompt, Request, TextEvent, Usage
 from mantou.errors import BadRequest, ContextOverflow
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded
     from mantou.chat.reasoning import ReasoningFormat
+    from mantou.chat.tools import ToolUse
     from mantou.config import Config
 
 # One body may ask for this many sequences in all (prompts x n); more is a batch job, not a request.
@@ -71,6 +73,7 @@ class RowOptions:
     parallel_tools: bool = True  # False: the answer ends with its first call
     tool_choice: Literal["auto", "required", "named"] = "auto"  # required: at least one call
     tool_name: str | None = None  # the tool that must be called, where one is named
+    grammar: Grammar | None = None  # what the answer must be, where the dialect has a field of its own for it
 
 
 def plan_rows(
@@ -127,11 +130,35 @@ def plan_rows(
                 choice=choice,
                 boundaries=prompt.boundaries,
                 stop=ask.stop,
+                grammar=_grammar(ask, options, tools, prompt, loaded),
             )
             rows.append(
                 RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number, tools=tools)
             )
     return tuple(rows)
+
+
+def _grammar(
+    ask: GenerationAsk, options: RowOptions, tools: ToolUse | None, prompt: Prompt, loaded: Loaded
+) -> str:
+    """The grammar of the answer, compiled; "" if it is free. Raises BadRequest."""
+    wish = one_grammar(options.grammar, ask.grammar)
+    strict = frozenset(tool["function"]["name"] for tool in options.tools if tool["function"].get("strict"))
+    if wish is None and options.tool_choice == "auto" and not strict:
+        return ""
+    # The compiler's library is not needed before a request asks for a grammar.
+    from mantou.chat.grammar import Setting
+
+    setting = Setting(
+        reasoning=options.reasoning,
+        reasoning_open=prompt.reasoning_open,
+        may_reason=options.thinking is not False,
+        tools=tools,
+        choice=options.tool_choice,
+        tool_name=options.tool_name,
+        strict=strict,
+    )
+    return loaded.grammars.write(wish, setting)
 
 
 def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:

@@ -9,16 +9,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from mantou.api.envelope import Exchange, Running
 from mantou.api.mailbox import AsyncMailbox
 from mantou.errors import MantouError, ModelUnavailable
 from mantou.metrics import ServerMetrics
 
 if TYPE_CHECKING:
+    from mantou.api.embedding_service import EmbeddingService
+    from mantou.chat.grammar import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
     from mantou.config import Config
-    from mantou.data import ModelInfo, Request
-    from mantou.protocols import PrefixStore
+    from mantou.data import FinishReason, ModelInfo, Request
+    from mantou.protocols import CheckpointStore, PrefixStore
 
 T = TypeVar("T")
 
@@ -30,8 +33,11 @@ class Engine(Protocol):
         """Queues one sequence. Raises QueueFull, EngineStopped or BadRequest; then no event will come."""
         ...
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a sequence between two steps; its last event still comes. Does nothing for an unknown id."""
+    def cancel(self, request_id: str, finish: FinishReason = "cancelled") -> None:
+        """Ends a sequence between two steps; its last event still comes. Does nothing for an unknown id.
+
+        "stop" says that the text is complete, so that nothing of it is kept for a repeat of the request.
+        """
         ...
 
     def stats(self) -> Mapping[str, Any]: ...
@@ -55,6 +61,9 @@ class Loaded:
     created: int  # Unix seconds
     library: Callable[[], Sequence[Mapping[str, Any]]]  # scans the disk: slow, so it is called off the loop
     store: PrefixStore
+    checkpoints: CheckpointStore
+    grammars: Grammars
+    embeddings: EmbeddingService | None = None  # None = no embedding model is served
 
 
 class Service:
@@ -74,6 +83,7 @@ class Service:
         on_start: Callable[[Service], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         heartbeat_s: float = 15.0,
+        observers: Sequence[Callable[[Exchange], None]] = (),
     ) -> None:
         self.config = config
         self.board = board
@@ -81,6 +91,9 @@ class Service:
         self.on_start = on_start
         self.on_stop = on_stop
         self.heartbeat_s = heartbeat_s
+        self.observers = observers  # see every request once it is over
+        self.running = Running()
+        self.draining = False  # told to stop: what runs goes on, nothing new begins
         self.metrics = ServerMetrics()
         self.started_at = time.time()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from starlette.types import Receive, Send
 
+EVENT_STREAM = b"text/event-stream"
 HEADERS = [
-    (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-cache"),
     (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise collect the stream
@@ -33,8 +33,11 @@ class EventWriter:
     The timer is re-armed once an interval, not once an event, so a token costs no timer.
     """
 
-    def __init__(self, send: Send, heartbeat_s: float, keep_alive: bytes = COMMENT) -> None:
+    def __init__(
+        self, send: Send, heartbeat_s: float, keep_alive: bytes = COMMENT, content_type: bytes = EVENT_STREAM
+    ) -> None:
         self._send = send
+        self._headers = [(b"content-type", content_type), *HEADERS]
         self._keep_alive = keep_alive
         self._heartbeat_s = heartbeat_s
         self._loop = asyncio.get_running_loop()
@@ -49,7 +52,7 @@ class EventWriter:
         if self.opened:
             return
         self.opened = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._last = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
 

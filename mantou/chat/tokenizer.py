@@ -77,6 +77,12 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` lets the tokenizer add its BOS and the like."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], int | None]:
+        """Ids of two texts with the special tokens of a pair, and where the tokens of the second type begin."""
+        encoding = self._backend.encode(one, other, add_special_tokens=True)
+        kinds = encoding.type_ids
+        return encoding.ids, kinds.index(1) if 1 in kinds else None
+
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids without added specials, and the characters [start, end) of `text` that each stands for."""
         encoding = self._backend.encode(text, add_special_tokens=False)

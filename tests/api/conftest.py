@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +14,11 @@ import httpx2
 import openai
 import pytest
 
+from mantou.api.envelope import Exchange
 from mantou.api.server import create_server
 from mantou.api.service import Loaded, Service
-from mantou.cache.none import NoStore
+from mantou.cache.none import NoCheckpoints, NoStore
+from mantou.chat.grammar import Grammars
 from mantou.config import Config
 from mantou.progress import ProgressBoard
 from tests.fakes_api import INFO, TEMPLATE, FakeEngine, Script, byte_tokenizer, chat_template
@@ -63,6 +65,8 @@ class Running:
             created=1_700_000_000,
             library=library,
             store=NoStore(),
+            checkpoints=NoCheckpoints(),
+            grammars=Grammars(tokenizer),
         )
         self.service.loaded(loaded, self.engine)
 
@@ -124,6 +128,7 @@ def serve(
     generation_config: dict[str, Any] | None = None,
     max_waiting: int = 64,
     grace_s: int = 5,
+    observers: Sequence[Callable[[Exchange], None]] = (),
     **config: Any,
 ) -> Iterator[Running]:
     """Runs a server in a thread until the block ends."""
@@ -136,6 +141,7 @@ def serve(
         version="0.0",
         on_start=lambda _: attached.set(),
         heartbeat_s=heartbeat_s,
+        observers=observers,
     )
     running = Running(port, service, template, context_length, generation_config or {}, max_waiting)
     service.on_stop = running.stop

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mantou.config import STARTER
-from tests.bench import load, report
+from tests.bench import cache, load, report
 from tests.bench.process import Server, System, running, systems
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "performance"
@@ -50,6 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--no-seed", action="store_true", help="leave out the runs with a seed on every request"
     )
     parser.add_argument("--no-engine", action="store_true", help="leave out the bare engine")
+    parser.add_argument("--no-cache", action="store_true", help="leave out the prompt cache (cache.py)")
     parser.add_argument(
         "--soak", type=int, default=1000, help="requests of the memory test, 0 = leave it out"
     )
@@ -188,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
         say(f"wrote {output}; `make docs` puts it into docs/performance/README.md")
+    if not args.no_cache and "mantou" in args.systems:
+        cache.main(["--model", args.model, *(["--quick"] if args.quick else [])])
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import client, report
+from tests.bench import cache_report, client, report
 
 EVENTS = (
     b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
@@ -91,3 +91,37 @@ def test_overhead_and_memory() -> None:
     table = report.table(result([round_of("mantou", 0.5, 19.0)], **more))
     assert "Server overhead at 8 clients: 5.0% of the bare engine's throughput (<= 3 % **no**)." in table
     assert "200 MiB after 100 requests, 210 MiB after 1000 requests (+5.0%; <= 3 % **no**)" in table
+
+
+# ------------------------------------------------------------------ the prompt cache
+def cache_result(**changes: Any) -> dict[str, Any]:
+    turns = [
+        {"prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 10},
+        {"prompt_tokens": 150, "cached_tokens": 105, "completion_tokens": 10},
+    ]
+    phases = [{"name": "rows decode", "median_s": 0.010, "store_max_s": 0.004}]
+    found = {
+        "first_token": {"prompt_tokens": 8000, "cold_s": 20.0, "memory_s": [0.3, 0.1], "disk_s": [3.0]},
+        "conversation": {"turns": turns},
+        "sharing": {"prompt_tokens": 4000, "one_bytes": 100 << 20, "eight_bytes": 110 << 20},
+        "spilling": {"tok_s": {"memory": [100.0], "disk": [90.0]}, "written_bytes": 1 << 20},
+        "steps": {"phases": phases},
+    }
+    return {**result([]), "cache": {**found, **changes}}
+
+
+def test_the_cache_s_verdicts_follow_from_its_figures() -> None:
+    table = cache_report.table(cache_result())
+    assert "| 0.2 s of 20 s cold | 1.0% | <= 2% yes |" in table
+    assert "on SSD after a restart | 3 s | 15.0% | <= 10% **no** |" in table
+    assert "| 145 of 140 new | 1.04x | <= 1.1x yes |" in table, "10 of 150 tokens were the first answer"
+    assert "| 110 MiB, one 100 MiB | 1.10x | <= 1.2x yes |" in table
+    assert "| 90 tok/s, without 100 | 90.0% | >= 95% **no** |" in table
+    assert "median 10.0 ms, cache at most 4.0 ms | 1.40x | <= 2x yes |" in table
+
+
+def test_an_agent_that_computes_its_history_again_is_noticed() -> None:
+    turns = [{"prompt_tokens": n, "cached_tokens": 0, "completion_tokens": 0} for n in (100, 200)]
+    assert "| 300 of 200 new | 1.50x | <= 1.1x **no** |" in cache_report.table(
+        cache_result(conversation={"turns": turns})
+    )

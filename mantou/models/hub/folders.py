@@ -23,6 +23,15 @@ MODEL_FILES = (
 OTHER_FILES = ("consolidated*.safetensors", "*/*")
 
 
+# How an embedding model pools lies in a folder that modules.json names.
+POOLING_FILES = ("*_Pooling/config.json",)
+
+
+def is_pooling_file(name: str) -> bool:
+    """Whether a file, named relative to the model's folder, says how its vectors are pooled."""
+    return any(fnmatch(name, want) for want in POOLING_FILES) and name.count("/") == 1
+
+
 def is_model_file(name: str) -> bool:
     """Whether a file of this name may be fetched or copied as part of a model."""
     return any(fnmatch(name, want) for want in MODEL_FILES) and not any(
@@ -51,10 +60,14 @@ def check_folder(folder: Path) -> Path:
 
 
 def copy_model(source: Path, target: Path) -> None:
-    """Copies the model files of `source` (not of its sub-folders) into the existing folder `target`."""
+    """Copies the model files of `source` (of its sub-folders only how to pool) into the existing folder `target`."""
     for path in sorted(source.iterdir()):
         if path.is_file() and is_model_file(path.name):
             shutil.copyfile(path, target / path.name)
+    for path in sorted(source.glob(POOLING_FILES[0])):
+        own = target / path.parent.name
+        own.mkdir(exist_ok=True)
+        shutil.copyfile(path, own / path.name)
 
 
 def _shard_names(index: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mantou.errors import DownloadError, ModelError, ModelNotFound
-from mantou.models.hub.folders import MODEL_FILES, OTHER_FILES, missing_file
+from mantou.models.hub.folders import MODEL_FILES, OTHER_FILES, POOLING_FILES, missing_file
 from mantou.models.hub.store import disk_error
 from mantou.progress import Task
 
@@ -48,6 +48,15 @@ def download(repo_id: str, revision: str | None, task: Task, hub_dir: Path | Non
             library_name="mantou",
             tqdm_class=_reporting_bar(task),
         )
+        if (Path(folder) / "modules.json").is_file():  # of the same commit, whatever the branch is by now
+            snapshot_download(
+                repo_id,
+                revision=Path(folder).name,
+                cache_dir=hub_dir,
+                allow_patterns=list(POOLING_FILES),
+                library_name="mantou",
+                tqdm_class=_reporting_bar(task),
+            )
     except HFValidationError as error:
         raise ModelNotFound(f"{repo_id!r} is not a repo id: {error}") from error
     except HfHubHTTPError as error:

