@@ -136,7 +136,7 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     )
     axes = Axes(
         scheduler=FairScheduler(rows),
-        sampler=DeviceSampler(),
+        sampler=DeviceSampler(ops.draw),
         provider=NoDraft(),
         constraints=NoConstraints(),
         store=make_store(config, recurrent=runner.recurrent),

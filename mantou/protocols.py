@@ -248,3 +248,10 @@ class DeviceOps(Protocol):
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
         ...
+
+    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+        """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits.
+
+        `params` is what the sampler prepared. None where it has no implementation of a stage that they ask for.
+        """
+        ...

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "draw.h"
 #include "packed.h"
 
 namespace mantou {
@@ -75,6 +76,8 @@ struct Kernels {
   void (*attend)(const AttendTask&);
   void (*gated_delta)(const DeltaTask&);
   void (*ssm)(const SsmTask&);
+
+  DrawKernels draw;
 };
 
 size_t tile_bytes(const Layout&, int tokens);

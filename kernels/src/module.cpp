@@ -79,6 +79,23 @@ void bind_scans(nb::module_& m) {
   m.def("ssm", &ssm, "x"_a, "a_log"_a, "b"_a, "c"_a, "d"_a, "dt"_a, "state"_a, "mask"_a = nb::none());
 }
 
+void bind_draw(nb::module_& m) {
+  // Whether its bits are those of MLX's own exp and log: not on AArch64, where MLX may be compiled with fused products.
+#if defined(__x86_64__)
+  m.attr("draws_like_mlx") = true;
+#else
+  m.attr("draws_like_mlx") = false;
+#endif
+  m.def(
+      "draw",
+      [](const array& logits, array sampled, array inverse_temperature, array top_p, array top_k, array min_p_log,
+         array seed_words, array positions, int num_top) {
+        return draw(logits, {sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions, num_top});
+      },
+      "logits"_a, nb::kw_only(), "sampled"_a, "inverse_temperature"_a, "top_p"_a, "top_k"_a, "min_p_log"_a,
+      "seed_words"_a, "positions"_a, "num_top"_a = -1);
+}
+
 void bind_layer(nb::module_& m) {
   nb::class_<LayerSpec>(m, "Layer");
   m.def(
@@ -110,6 +127,7 @@ NB_MODULE(_ext, m) {
   bind_rows(m);
   bind_attention(m);
   bind_scans(m);
+  bind_draw(m);
   bind_layer(m);
   m.def("select_kernels", [](const std::string& name) { return std::string(select_kernels(name)); }, "name"_a = "");
   m.def("supported", [] { return kernels_for_cpu() != nullptr; });

@@ -18,6 +18,7 @@ namespace mx = mlx::core;
 using mx::array;
 using Weights = std::shared_ptr<Packed>;
 using Optional = std::optional<array>;
+constexpr int kMaxVocab = 1 << 22;
 
 // ---- ops_pack.cpp: [experts?, rows, k] weights; several parts are packed into one matrix.
 // Returns the whole and, when there are several parts, a view of each.
@@ -77,6 +78,16 @@ std::vector<array> gated_delta(const array& q, const array& k, const array& v, c
 // f32, mask bool [B, T] -> y like x, state.
 std::vector<array> ssm(const array& x, const array& a_log, const array& b, const array& c, const array& d,
                        const array& dt, const array& state, const Optional& mask);
+
+// ---- ops_draw.cpp
+// One token for each row and position, as mantou/sampling draws it (draw.h). The columns have one value a row; seed
+// words uint32 [B, 2]; positions uint32 [B, T].
+struct DrawOptions {
+  array sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions;
+  int num_top;  // -1 = tokens only, 0 = their log-probabilities too, n = and n alternatives
+};
+// logits [B, T, V] -> tokens int32 [B, T], log-probabilities f32 [B, T], alternatives int32 and f32 [B, T, num_top].
+std::vector<array> draw(const array& logits, const DrawOptions& options);
 
 // ---- ops_layer.cpp
 struct LayerParts {

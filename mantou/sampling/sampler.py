@@ -7,7 +7,7 @@ are the same whichever stages its neighbours switch on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class Draw:
     def arrays(self) -> list[mx.array]:
         found = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
         return [array for array in found if array is not None]
+
+
+DeviceDraw = Callable[[mx.array, RowParams, mx.array | None], Sequence[mx.array] | None]
+
+
+def no_device_draw(logits: mx.array, params: RowParams, positions: mx.array | None) -> None:
+    """See DeviceOps.draw."""
 
 
 def _tone_curve(logits: mx.array, params: RowParams) -> mx.array:
@@ -69,7 +76,10 @@ def _constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[in
 
 
 class DeviceSampler:
-    """The Sampler seam over `make_params` and `sample`."""
+    """The Sampler seam over `make_params` and `sample`; `device_draw` is the device's own last stage, if it has one."""
+
+    def __init__(self, device_draw: DeviceDraw = no_device_draw) -> None:
+        self._device_draw = device_draw
 
     def wants_history(self, sampling: Sampling) -> bool:
         return wants_history(sampling)
@@ -88,7 +98,7 @@ class DeviceSampler:
     ) -> Draw:
         where = mx.array([list(row) for row in positions], dtype=mx.uint32) if params.any_sampled else None
         mask = _constraint_mask(allowed, logits.shape) if allowed else None
-        return sample(logits, params, where, history, mask)
+        return sample(logits, params, where, history, mask, self._device_draw)
 
 
 def sample(
@@ -97,6 +107,7 @@ def sample(
     positions: mx.array | None,
     history: History = (),
     mask: mx.array | None = None,
+    device_draw: DeviceDraw = no_device_draw,
 ) -> Draw:
     """Draws one token for each row and position.
 
@@ -104,13 +115,20 @@ def sample(
     some row samples; history: each row's tokens and draft, needed if some row has penalties; mask bool[B, T, V]: what
     constraints allow.
     """
-    logits = logits.astype(mx.float32)
+    if params.any_bias or params.any_history or mask is not None:
+        logits = logits.astype(mx.float32)
     if params.any_bias:
         logits = apply_bias(logits, params)
     if params.any_history:
         logits = apply_penalties(logits, params, history)
     if mask is not None:
         logits = mx.where(mask, logits, -mx.inf)
+    drawn = device_draw(logits, params, positions)
+    return plain_draw(logits.astype(mx.float32), params, positions) if drawn is None else Draw(*drawn)
+
+
+def plain_draw(logits: mx.array, params: RowParams, positions: mx.array | None) -> Draw:
+    """The draw from processed logits float32[B, T, V], in MLX operations."""
     scores = logits
     if params.any_sampled:
         assert positions is not None, "a sampled row's noise is keyed by position"
@@ -123,6 +141,7 @@ def sample(
     if not params.max_logprobs:
         return Draw(tokens, chosen)
     best = mx.argpartition(-logprobs, kth=params.max_logprobs - 1, axis=-1)[..., : params.max_logprobs]
+    best = mx.sort(best, axis=-1)  # so that ties stand in the order of their tokens
     values = mx.take_along_axis(logprobs, best, axis=-1)
     order = mx.argsort(-values, axis=-1)
     top = mx.take_along_axis(best, order, axis=-1).astype(mx.int32)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.errors import ConfigError
@@ -81,6 +82,27 @@ class CpuOps:
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
+
+    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+        """All stages but XTC and the tone curve (rare, and a softmax of their own)."""
+        from mantou.models.ops.extension import kernels
+
+        num_top = params.max_logprobs
+        if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
+            return None
+        if positions is None:  # nothing is sampled
+            positions = mx.zeros(logits.shape[:2], mx.uint32)
+        return kernels.draw(
+            logits,
+            sampled=params.sampled,
+            inverse_temperature=params.inverse_temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p_log=params.min_p_log,
+            seed_words=params.words,
+            positions=positions,
+            num_top=num_top,
+        )
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""

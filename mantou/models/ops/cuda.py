@@ -85,3 +85,6 @@ class CudaOps:
         if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention):
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
         return ()
+
+    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:
+        return None

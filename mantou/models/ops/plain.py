@@ -16,3 +16,6 @@ class PlainOps:
 
     def install(self, model: Any) -> Sequence[str]:
         return self._notes
+
+    def draw(self, logits: Any, params: Any, positions: Any) -> None:
+        return None
