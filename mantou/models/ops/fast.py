@@ -123,11 +123,38 @@ def gated_delta_ops(
     return y, new.astype(state.dtype)
 
 
+def ssm_attn(
+    x: mx.array,
+    a_log: mx.array,
+    b: mx.array,
+    c: mx.array,
+    d: mx.array,
+    dt: mx.array,
+    dt_bias: mx.array,
+    state: mx.array | None = None,
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+    step: int = 256,
+) -> tuple[mx.array, mx.array]:
+    """As mlx_lm.models.ssm.ssm_attn, whose matrices grow with the square of `step`: here a step is a step."""
+    rows, width, heads, head_dim = x.shape
+    dtype = x.dtype if d.dtype == x.dtype else mx.float32
+    dt = mx.clip(mx.logaddexp(dt.astype(mx.float32) + dt_bias, 0.0), *time_step_limit)
+    if state is None:
+        state = mx.zeros((rows, heads, head_dim, b.shape[3]), mx.float32)
+    if lengths is not None:
+        held = mx.arange(width)[None] < lengths[:, None]
+        mask = held if mask is None else held & mask
+    return tuple(kernels.ssm(x.astype(dtype), a_log, b, c, d, dt, state, mask))
+
+
 # mlx-lm functions that plain MLX runs as many small operations: (module, name) -> ours. Graph files import some of them
 # by name, so every module of the package that holds the original gets ours.
 _MLX_LM: dict[tuple[str, str], Callable[..., Any]] = {
     ("mlx_lm.models.activations", "swiglu"): swiglu,
     ("mlx_lm.models.gated_delta", "gated_delta_ops"): gated_delta_ops,
+    ("mlx_lm.models.ssm", "ssm_attn"): ssm_attn,
 }
 
 
