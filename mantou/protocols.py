@@ -128,11 +128,22 @@ class DraftProvider(Protocol):
 
 
 # ------------------------------------------------------------------ KV
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Parts that a primitive may read and write itself: groups with MLX's affine layout; bits 0 = plain values."""
+
+    bits: int = 0
+    group_size: int = 0
+
+
 class KVCodec(Protocol):
     """How keys and values are stored. `unpack(pack(x))` is what attention sees, for every batch alike."""
 
     name: str
-    raw: bool  # whether a part is the values themselves, so that a primitive may read and write it
+
+    def packing(self, head_dim: int) -> Packing | None:
+        """The parts' layout, if it is one that others know; None = only pack and unpack can read them."""
+        ...
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         """[B, H, T, D] -> parts that share the first three axes."""

@@ -9,6 +9,7 @@ namespace {
 #include "affine.inl"
 #include "dense.inl"
 #include "rows.inl"
+#include "kv.inl"
 #include "attention.inl"
 #include "scan.inl"
 #include "draw.inl"
@@ -50,6 +51,7 @@ const Kernels MANTOU_TABLE = {
     MANTOU_ISA::dot_row,
     MANTOU_ISA::axpy_row,
     MANTOU_ISA::attend,
+    MANTOU_ISA::quantise_row,
     MANTOU_ISA::gated_delta,
     MANTOU_ISA::ssm,
     {MANTOU_ISA::highest_of, MANTOU_ISA::exp_row, MANTOU_ISA::add_in_order, MANTOU_ISA::bucket_row,

@@ -11,11 +11,19 @@ namespace mantou {
 
 enum class Gate : uint8_t { silu, gelu_tanh, gelu_erf };
 
+// Affine groups of key or value rows, in MLX's layout: value = scale * integer + bias, each step rounded to `kv` form.
+struct Groups {
+  int bits = 0;  // 4 or 8; 0 = the rows are the values themselves
+  int size = 0;  // 32, 64 or 128 values share a scale and a bias
+  const void *scales = nullptr, *biases = nullptr;  // group g of row j at j * stride + g
+  int64_t stride = 0;
+};
+
 // One key-value head of one batch row, and the query rows that share it.
 struct AttendTask {
   const float* const* queries;  // [num_queries] -> [head_dim], already scaled
   int num_queries;
-  const void* keys;    // element (j, d) at j * key_stride + d, in `kv` form
+  const void* keys;    // element (j, d) at j * key_stride + d, in `kv` form; with groups, rows at j * key_stride bytes
   const void* values;  // element (j, d) at j * value_stride + d
   int64_t key_stride, value_stride;
   Scalar kv;
@@ -30,6 +38,7 @@ struct AttendTask {
   Scalar round;        // arithmetic of plain MLX rounds scores and probabilities to the tensors' type
   float* const* out;   // [num_queries] -> [value_dim]
   float* scratch;      // attend_scratch_floats()
+  Groups key_groups, value_groups;
 };
 
 struct DeltaTask {  // one value head of one batch row of the gated delta rule
@@ -74,6 +83,8 @@ struct Kernels {
   void (*axpy)(float a, const float* x, int n, float* y);  // y += a * x
 
   void (*attend)(const AttendTask&);
+  // x [n], as MLX's quantize packs it: n * bits / 8 bytes, and n / group scales and biases.
+  void (*quantise)(const float* x, int n, int bits, int group, Scalar, uint8_t* bytes, void* scales, void* biases);
   void (*gated_delta)(const DeltaTask&);
   void (*ssm)(const SsmTask&);
 

@@ -66,11 +66,11 @@ void bind_attention(nb::module_& m) {
   m.def(
       "attention",
       [](const array& q, const array& k, const array& v, float scale, bool causal, Optional mask, Optional sinks,
-         Optional start, int window) {
-        return attention(q, k, v, scale, {causal, mask, sinks, start, window});
+         Optional start, int window, std::vector<array> groups, int bits, int group) {
+        return attention(q, k, v, scale, {causal, mask, sinks, start, window, std::move(groups), bits, group});
       },
       "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "mask"_a = nb::none(), "sinks"_a = nb::none(),
-      "start"_a = nb::none(), "window"_a = 0);
+      "start"_a = nb::none(), "window"_a = 0, "groups"_a = std::vector<array>{}, "bits"_a = 0, "group"_a = 0);
   m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none());
 }
 
@@ -114,8 +114,19 @@ void bind_layer(nb::module_& m) {
       "rope_periods"_a.none(), "rope_scale"_a, "rope_input_scale"_a, "gate"_a, "qkv_bias"_a = nb::none(),
       "out_bias"_a = nb::none(), "attention_out_norm"_a = nb::none(), "mlp_out_norm"_a = nb::none(),
       "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "planes"_a = 2);
-  m.def("layer", &layer, "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "count"_a = nb::none(),
-        "first_slot"_a = 0, "window"_a = 0);
+  m.def(
+      "layer",
+      [](const array& x, const std::shared_ptr<LayerSpec>& layer, array keys, array values, const array& start,
+         std::vector<array> scales, Optional count, Optional mask, int first_slot, int window, int ring, int bits,
+         int group) {
+        std::vector<array> buffers{std::move(keys), std::move(values)};
+        for (array& a : scales) buffers.push_back(std::move(a));
+        scales.clear();
+        return mantou::layer(x, layer, buffers, start, {count, mask, first_slot, window, ring, bits, group});
+      },
+      "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "scales"_a = std::vector<array>{},
+      "count"_a = nb::none(), "mask"_a = nb::none(), "first_slot"_a = 0, "window"_a = 0, "ring"_a = 0, "bits"_a = 0,
+      "group"_a = 0);
 }
 
 }  // namespace

@@ -63,6 +63,9 @@ struct AttentionOptions {
   Optional mask, sinks;
   Optional start;  // int32 [B]: position of the first query of each row; keys are at columns 0, 1, ...
   int window = 0;
+  // Packed keys and values: k and v are uint32 [B, Hk, S, D * bits / 32], as mx.quantize makes them.
+  std::vector<array> groups;  // scales and biases of k, then of v: [B, Hk, S, D / group]
+  int bits = 0, group = 0;
 };
 array attention(const array& q, const array& k, const array& v, float scale, const AttentionOptions& options);
 // buffer [B, H, capacity, D] with rows [B, H, T, D] at columns position[b] ...; reuses the buffer if nobody else holds
@@ -105,10 +108,15 @@ struct LayerParts {
   int planes;
 };
 std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
-// x [B, T, hidden], keys and values [slots, Hk, capacity, D] -> y like x, and the buffers with the rows appended; they
-// are reused when nobody else holds them. See LayerCall for start, count and window.
-std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const array& keys, const array& values,
-                         const array& start, const Optional& count, int first_slot, int window);
+// x [B, T, hidden] and the buffers [slots, Hk, capacity, ...] (keys, values and, when packed, scales and biases of keys
+// and of values) -> y like x, and the buffers with the rows appended; they are reused when nobody else holds them.
+// See LayerCall for start, count, window, ring and mask, and KVBuffer for the packing.
+struct LayerOptions {
+  Optional count, mask;
+  int first_slot = 0, window = 0, ring = 0, bits = 0, group = 0;
+};
+std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
+                         const array& start, const LayerOptions& options);
 
 // Shared by the operations.
 Gate gate_of(const std::string& name);

@@ -13,7 +13,7 @@ namespace {
 // A view of an evaluated array of four axes; copies only when the last axis is not contiguous.
 View4 view_of(const array& a, Scratch& scratch) {
   View4 v;
-  v.type = a.dtype() == mx::bool_ ? Scalar::f32 : scalar_of(a.dtype());
+  v.type = is_float(a.dtype()) ? scalar_of(a.dtype()) : Scalar::f32;
   v.element_bytes = static_cast<int>(a.itemsize());
   if (a.strides(3) == 1 || a.shape(3) == 1) {
     v.data = a.data<uint8_t>();
@@ -30,8 +30,19 @@ View4 view_of(const array& a, Scratch& scratch) {
 struct AttentionNode {
   float scale;
   bool causal, mask, sinks, start;
-  int window;
+  int window, bits, group;
 };
+
+// Packed rows as bytes, and their scales and biases.
+View4 packed_view(const array& rows, const array& scales, const array& biases, const AttentionNode& node, Packed4& groups,
+                  Scratch* scratch) {
+  View4 v = view_of(rows, scratch[0]);
+  v.type = scalar_of(scales.dtype());
+  for (int64_t& s : v.stride) s *= v.element_bytes;
+  v.element_bytes = 1;
+  groups = {node.bits, node.group, view_of(scales, scratch[1]), view_of(biases, scratch[2])};
+  return v;
+}
 
 class Attention : public CpuPrimitive {
  public:
@@ -49,13 +60,20 @@ class Attention : public CpuPrimitive {
 
  private:
   static void run(const AttentionNode& node, std::vector<array>& in, std::vector<array>& out) {
-    static thread_local Scratch scratch[6];
+    static thread_local Scratch scratch[12];
     AttentionCall c;
     const array &q = in[0], &k = in[1], &v = in[2];
     c.batch = q.shape(0), c.heads = q.shape(1), c.tokens = q.shape(2), c.head_dim = q.shape(3);
-    c.kv_heads = k.shape(1), c.keys = k.shape(2), c.value_dim = v.shape(3);
+    c.kv_heads = k.shape(1), c.keys = k.shape(2), c.value_dim = out[0].shape(3);
     c.scale = node.scale;
-    c.q = view_of(q, scratch[0]), c.k = view_of(k, scratch[1]), c.v = view_of(v, scratch[2]);
+    c.q = view_of(q, scratch[0]);
+    if (node.bits == 0) {
+      c.k = view_of(k, scratch[1]), c.v = view_of(v, scratch[2]);
+    } else {
+      const array* groups = &in[in.size() - 4];
+      c.k = packed_view(k, groups[0], groups[1], node, c.k_groups, scratch + 6);
+      c.v = packed_view(v, groups[2], groups[3], node, c.v_groups, scratch + 9);
+    }
     c.causal = node.causal;
     c.window = node.window;
     size_t next = 3;
@@ -123,16 +141,34 @@ class KVWrite : public CpuPrimitive {
 
 array attention(const array& q0, const array& k0, const array& v0, float scale, const AttentionOptions& o) {
   require(q0.ndim() == 4 && k0.ndim() == 4 && v0.ndim() == 4, "attention: q, k and v have four axes");
-  const mx::Dtype type = mx::promote_types(q0.dtype(), mx::promote_types(k0.dtype(), v0.dtype()));
+  require(o.bits == 0 ? o.groups.empty() : o.groups.size() == 4, "attention: packed keys have scales and biases, as have values");
+  const mx::Dtype type = o.bits == 0 ? mx::promote_types(q0.dtype(), mx::promote_types(k0.dtype(), v0.dtype()))
+                                     : mx::promote_types(q0.dtype(), o.groups[0].dtype());
   require(is_float(type), "attention: expected floats");
-  const array q = as_type(q0, type), k = as_type(k0, type), v = as_type(v0, type);
+  const array q = as_type(q0, type), k = o.bits == 0 ? as_type(k0, type) : k0, v = o.bits == 0 ? as_type(v0, type) : v0;
+  int key_dim = k.shape(3), value_dim = v.shape(3);
+  if (o.bits != 0) {
+    require((o.bits == 4 || o.bits == 8) && (o.group == 32 || o.group == 64 || o.group == 128) && k.dtype() == mx::uint32 &&
+                v.dtype() == mx::uint32,
+            "attention: packed keys are uint32 with 4 or 8 bits in groups of 32, 64 or 128");
+    key_dim = key_dim * 32 / o.bits, value_dim = value_dim * 32 / o.bits;
+    for (int i = 0; i < 4; ++i) {
+      const array& rows = i < 2 ? k : v;
+      mx::Shape shape = rows.shape();
+      shape[3] = (i < 2 ? key_dim : value_dim) / o.group;
+      require(o.groups[i].shape() == shape && o.groups[i].dtype() == o.groups[0].dtype() &&
+                  shape[3] * o.group == (i < 2 ? key_dim : value_dim),
+              "attention: scales or biases do not fit the packed keys");
+    }
+  }
   require(k.shape(0) == q.shape(0) && v.shape(0) == q.shape(0) && v.shape(1) == k.shape(1) && v.shape(2) == k.shape(2) &&
-              k.shape(3) == q.shape(3) && k.shape(1) >= 1 && q.shape(1) % k.shape(1) == 0,
+              key_dim == q.shape(3) && k.shape(1) >= 1 && q.shape(1) % k.shape(1) == 0,
           "attention: shapes of q, k and v do not match");
   require(q.size() > 0 && k.size() > 0 && v.size() > 0, "attention: empty input");
-  require(q.shape(3) <= 4096 && v.shape(3) <= 4096, "attention: the head dimension is over 4096");
+  require(q.shape(3) <= 4096 && value_dim <= 4096, "attention: the head dimension is over 4096");
   require(o.window >= 0, "attention: the window is negative");
-  AttentionNode node{scale, o.causal, o.mask.has_value(), o.sinks.has_value(), o.start.has_value(), o.window};
+  AttentionNode node{scale,    o.causal, o.mask.has_value(), o.sinks.has_value(), o.start.has_value(),
+                     o.window, o.bits,   o.group};
   if (type != mx::float32) node.scale = as_floats(mx::astype(array(scale), type, cpu_stream())).item<float>();
   std::vector<array> inputs{q, k, v};
   if (o.mask) {
@@ -150,7 +186,8 @@ array attention(const array& q0, const array& k0, const array& v0, float scale, 
     require(o.start->ndim() == 1 && o.start->shape(0) == q.shape(0), "attention: start has one value a row");
     inputs.push_back(as_type(*o.start, mx::int32));
   }
-  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), v.shape(3)};
+  inputs.insert(inputs.end(), o.groups.begin(), o.groups.end());
+  mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), value_dim};
   return array(shape, type, std::make_shared<Attention>(cpu_stream(), node), std::move(inputs));
 }
 

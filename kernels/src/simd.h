@@ -54,6 +54,9 @@ MANTOU_INLINE Vf load_bf16(const uint16_t* p) {
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+MANTOU_INLINE Vf load_u8(const uint8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
 MANTOU_INLINE Vf round_bf16(Vf a) {
   __m512i u = _mm512_castps_si512(a.v);
   __m512i even = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -125,6 +128,10 @@ MANTOU_INLINE __m256 widen_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 MANTOU_INLINE Vf load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+MANTOU_INLINE Vf load_u8(const uint8_t* p) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b, 8)))};
+}
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -201,6 +208,12 @@ MANTOU_INLINE bool any_nan(Vf a) {
 }
 MANTOU_INLINE Vf load_bf16(const uint16_t* p) {
   MANTOU_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
+}
+MANTOU_INLINE Vf load_u8(const uint8_t* p) {
+  const uint8x16_t b = vld1q_u8(p);
+  const uint16x8_t lo = vmovl_u8(vget_low_u8(b)), hi = vmovl_u8(vget_high_u8(b));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(lo))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(lo))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(hi))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(hi)))}};
 }
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   MANTOU_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mantou.errors import ConfigError
-from mantou.protocols import KVCodec
+from mantou.protocols import KVCodec, Packing
 
 
 class Native:
     """Stores what the model computes, in its own dtype."""
 
     name = "native"
-    raw = True
+
+    def packing(self, head_dim: int) -> Packing:
+        return Packing()
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return (x,)
@@ -28,8 +30,6 @@ class Native:
 
 class Affine:
     """Groups of `group_size` values along the head dimension share a scale and a bias; `bits` per value."""
-
-    raw = False
 
     def __init__(self, bits: int, group_size: int = 64) -> None:
         self.bits = bits
@@ -45,6 +45,9 @@ class Affine:
             f"--kv-quant {self.bits} needs a head dimension divisible by 32, this model has {head_dim}; "
             "run without --kv-quant."
         )
+
+    def packing(self, head_dim: int) -> Packing | None:
+        return Packing(self.bits, self._group(head_dim)) if head_dim % 32 == 0 else None
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return tuple(mx.quantize(x, group_size=self._group(x.shape[-1]), bits=self.bits))

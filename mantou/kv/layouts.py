@@ -19,7 +19,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.lending import Loan, fitted
+from mantou.kv.lending import Loan, fitted, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
 
@@ -127,21 +127,29 @@ class Columns:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
         return self._fetch(self._span)
 
-    def _loan(self, x: mx.array, own_mask: bool, kv_heads: int, head_dim: int, window: int) -> Loan | None:
-        g = self.geometry
-        if not (own_mask and self.codec.raw) or (g.num_rows, g.width) != tuple(x.shape[:2]):
+    def _loan(
+        self,
+        x: mx.array,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        ring: int = 0,
+        mask: mx.array | None = None,
+    ) -> Loan | None:
+        g, packing = self.geometry, self.codec.packing(head_dim)
+        if packing is None or (g.num_rows, g.width) != tuple(x.shape[:2]):
             return None
-        shape = (self.num_slots, kv_heads, self.capacity, head_dim)
-        keys, values = fitted(self.keys, shape, x.dtype), fitted(self.values, shape, x.dtype)
+        lead, widths = (self.num_slots, kv_heads, self.capacity), part_shapes(packing, head_dim, x.dtype)
+        keys, values = fitted(self.keys, lead, widths), fitted(self.values, lead, widths)
         if keys is None or values is None:
             return None
         self.keys = self.values = ()
-        return Loan(keys, values, g.offsets, g.lengths, g.group.lo, window)
+        self._span = ring or min(g.span, self.capacity)
+        return Loan(keys, values, packing, g.offsets, g.lengths, g.group.lo, window, ring, mask)
 
-    def take_back(self, keys: mx.array, values: mx.array) -> None:
-        """Ends a loan: the buffers with this forward's tokens in them."""
-        self.keys, self.values = (keys,), (values,)
-        self._dtype, self._span = keys.dtype, min(self.geometry.span, self.capacity)
+    def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
+        """Ends a loan: the buffers with this forward's tokens in them, and the type of what was stored."""
+        self.keys, self.values, self._dtype = keys, values, dtype
 
     def resize(self, num_slots: int) -> None:
         def fit(part: mx.array) -> mx.array:
@@ -227,10 +235,10 @@ class FullRows(Columns):
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
         """The buffers for a primitive over hidden states x [rows, width, ...], or None where only the layout can store
-        and mask: another codec, or a mask that the graph made on its own.
+        and mask: a codec that nobody else knows, or a mask that the graph made on its own.
         """
         own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(self.geometry.span, 0)
-        return self._loan(x, own, kv_heads, head_dim, 0)
+        return self._loan(x, kv_heads, head_dim, 0) if own else None
 
 
 class WindowRing(Columns):
@@ -282,9 +290,11 @@ class WindowRing(Columns):
         self._filled(slot, rows, self.size if num_tokens > self.size else min(capacity, self.size))
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
-        """As for full rows, until the ring wraps and columns are not positions any more."""
+        """As for full rows. A wrapped ring is lent with its mask, because columns are not positions any more."""
+        g = self.geometry
         if self._wrapped:
-            return None
-        span = min(self.geometry.span, self.capacity)
-        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(span, self.window)
-        return self._loan(x, own, kv_heads, head_dim, self.window)
+            ring_mask = g.ring_mask(self.size, self.window)
+            own = mask is ring_mask and ring_mask.ndim == 4
+            return self._loan(x, kv_heads, head_dim, 0, self.size, ring_mask) if own else None
+        own = not isinstance(mask, mx.array) or mask is g.causal_mask(min(g.span, self.capacity), self.window)
+        return self._loan(x, kv_heads, head_dim, self.window) if own else None
