@@ -79,6 +79,9 @@ def make_engine(
     on_failed: Callable[[MantouError], None] = lambda error: None,
 ) -> Engine:
     """An engine that loads the assembly's weights on its own thread once it is started."""
+    from mantou.models.ops.openblas import preload_openblas
+
+    preload_openblas()  # before anything below imports MLX
     from mantou.engine.engine import Engine
     from mantou.models.device import release_thread
 
@@ -241,6 +244,9 @@ def make_service(
 ) -> Service:
     """The server's state. The model is fetched and loaded in the background once the HTTP layer has started."""
     from mantou.api.service import Loaded, Service
+    from mantou.models.ops.openblas import preload_openblas
+
+    preload_openblas()  # before anything imports MLX, which converting a model may do
 
     engines: list[Engine] = []
 

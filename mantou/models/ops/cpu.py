@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.errors import ConfigError
+from mantou.models.ops import openblas
 from mantou.models.ops.plain import PlainOps
 from mantou.protocols import DeviceOps
 
@@ -24,11 +25,16 @@ def cpu_ops(
     if activations not in _PLANES:
         raise ConfigError(f"--cpu-activations takes exact or int8, not {activations!r}.")
     if environ.get("MANTOU_CPU_KERNELS", "1") == "0":
-        return PlainOps("CPU kernels are off (MANTOU_CPU_KERNELS=0): plain MLX, slow")
+        return PlainOps(f"CPU kernels are off (MANTOU_CPU_KERNELS=0): {_plain()}")
     reason = unusable()
     if reason is not None:
-        return PlainOps(f"CPU kernels are not in use ({reason}): plain MLX, slow")
+        return PlainOps(f"CPU kernels are not in use ({reason}): {_plain()}")
     return CpuOps(threads=threads, planes=_PLANES[activations])
+
+
+def _plain() -> str:
+    library = openblas.in_force()
+    return f"plain MLX, float products on OpenBLAS ({library})" if library else "plain MLX, slow"
 
 
 _verdict: list[str | None] = []  # of this process; filled once
