@@ -119,11 +119,12 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     from mantou.sampling.sampler import DeviceSampler
     from mantou.spec.none import NoDraft
 
-    codec = make_codec(config.kv_quant)
+    plain_codec = make_codec(config.kv_quant)  # first: a wrong name must not wait for the weights
     device = this_device()
     loaded = load(folder, dtype=config.dtype)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     op_notes = ops.install(loaded.module)
+    codec = ops.codec(plain_codec)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
     token_bytes = kv_bytes_per_token(loaded, codec)
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)

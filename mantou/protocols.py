@@ -150,6 +150,20 @@ class KVCodec(Protocol):
         ...
 
     def unpack(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array: ...
+    def write(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array | None:
+        """One part's rows [B, H, T, d] in `buffer` [slots, H, columns, d], row b in slot first_slot + b from column
+        start[b] on, modulo `ring` if that is not 0, and only its first count[b]. None = MLX operations will do.
+        """
+        ...
+
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
 
 
@@ -258,6 +272,10 @@ class DeviceOps(Protocol):
 
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
+        ...
+
+    def codec(self, codec: KVCodec) -> KVCodec:
+        """The same codec, with the same bits, in the device's own implementation if it has one."""
         ...
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:

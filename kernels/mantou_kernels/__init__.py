@@ -28,6 +28,7 @@ from mantou_kernels._ext import (
     make_layer,
     pack_affine,
     pack_dense,
+    pack_rows,
     rms_norm,
     rope,
     select_kernels,
@@ -35,6 +36,7 @@ from mantou_kernels._ext import (
     ssm,
     supported,
     threads,
+    unpack_rows,
     usable_cpus,
 )
 
@@ -57,6 +59,7 @@ __all__ = [
     "make_layer",
     "pack_affine",
     "pack_dense",
+    "pack_rows",
     "rms_norm",
     "rope",
     "select_kernels",
@@ -64,5 +67,6 @@ __all__ = [
     "ssm",
     "supported",
     "threads",
+    "unpack_rows",
     "usable_cpus",
 ]

@@ -51,6 +51,7 @@ const Kernels MANTOU_TABLE = {
     MANTOU_ISA::dot_row,
     MANTOU_ISA::axpy_row,
     MANTOU_ISA::attend,
+    MANTOU_ISA::unpack_row,
     MANTOU_ISA::quantise_row,
     MANTOU_ISA::gated_delta,
     MANTOU_ISA::ssm,

@@ -83,6 +83,7 @@ struct Kernels {
   void (*axpy)(float a, const float* x, int n, float* y);  // y += a * x
 
   void (*attend)(const AttendTask&);
+  void (*unpack)(const void* row, const Groups&, Scalar, int n, float* x);
   // x [n], as MLX's quantize packs it: n * bits / 8 bytes, and n / group scales and biases.
   void (*quantise)(const float* x, int n, int bits, int group, Scalar, uint8_t* bytes, void* scales, void* biases);
   void (*gated_delta)(const DeltaTask&);

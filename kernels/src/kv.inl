@@ -4,23 +4,14 @@
 // Values d .. d + 15 of row j; d is a multiple of 16, so they share a group.
 MANTOU_INLINE Vf load_packed(const void* rows, int64_t row_bytes, const Groups& g, Scalar type, int64_t j, int d) {
   const auto* row = static_cast<const uint8_t*>(rows) + j * row_bytes;
-  Vf q;
-  if (g.bits == 8) {
-    q = load_u8(row + d);
-  } else {
-    uint64_t nibbles;
-    std::memcpy(&nibbles, row + d / 2, 8);
-    alignas(16) uint8_t bytes[kLanes];
-    const uint64_t low = nibbles & 0x0f0f0f0f0f0f0f0f, high = nibbles >> 4 & 0x0f0f0f0f0f0f0f0f;
-    for (int i = 0; i < 8; ++i) {
-      bytes[2 * i] = static_cast<uint8_t>(low >> (8 * i));
-      bytes[2 * i + 1] = static_cast<uint8_t>(high >> (8 * i));
-    }
-    q = load_u8(bytes);
-  }
+  const Vf q = g.bits == 8 ? load_u8(row + d) : load_u4(row + d / 2);
   const size_t at = static_cast<size_t>(j * g.stride + d / g.size);
   const float scale = to_float(g.scales, at, type), bias = to_float(g.biases, at, type);
   return rounded(add(rounded(mul(q, set1(scale)), type), set1(bias)), type);
+}
+
+static void unpack_row(const void* row, const Groups& g, Scalar type, int n, float* x) {
+  for (int d = 0; d < n; d += kLanes) store(x + d, load_packed(row, 0, g, type, 0, d));
 }
 
 static void quantise_row(const float* x, int n, int bits, int group, Scalar type, uint8_t* bytes, void* scales,

@@ -71,7 +71,10 @@ void bind_attention(nb::module_& m) {
       },
       "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "mask"_a = nb::none(), "sinks"_a = nb::none(),
       "start"_a = nb::none(), "window"_a = 0, "groups"_a = std::vector<array>{}, "bits"_a = 0, "group"_a = 0);
-  m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none());
+  m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none(), nb::kw_only(),
+        "first_slot"_a = 0, "ring"_a = 0);
+  m.def("pack_rows", &pack_rows, "x"_a, nb::kw_only(), "bits"_a, "group"_a);
+  m.def("unpack_rows", &unpack_rows, "words"_a, "scales"_a, "biases"_a, nb::kw_only(), "bits"_a, "group"_a);
 }
 
 void bind_scans(nb::module_& m) {

@@ -68,9 +68,16 @@ struct AttentionOptions {
   int bits = 0, group = 0;
 };
 array attention(const array& q, const array& k, const array& v, float scale, const AttentionOptions& options);
-// buffer [B, H, capacity, D] with rows [B, H, T, D] at columns position[b] ...; reuses the buffer if nobody else holds
-// it. count int32 [B]: only the first count[b] of the T are written. A column outside the buffer is an error.
-array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count);
+// With o.bits = 0 and keys and values that wait to be unpacked (unpack_rows), they are read packed.
+
+// ---- ops_kv.cpp
+// buffer [slots, H, capacity, D] of any type with rows [B, H, T, D] at columns position[b] ... (mod ring, if it is not 0)
+// of slot first_slot + b; reuses the buffer if nobody else holds it. count int32 [B]: only the first count[b] of the T
+// are written. A column outside the buffer is an error.
+array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, int first_slot, int ring);
+// x [B, H, T, D] -> integers, scales and biases, and back: the bits of mx.quantize and mx.dequantize.
+std::vector<array> pack_rows(const array& x, int bits, int group);
+array unpack_rows(const array& words, const array& scales, const array& biases, int bits, int group);
 
 // ---- ops_scan.cpp
 // q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv], state [B, Hv, Dv, Dk] f32,

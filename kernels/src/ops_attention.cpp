@@ -1,31 +1,15 @@
-// Attention and key-value writes as MLX primitives.
+// Attention as an MLX primitive. Keys that are about to be unpacked are read packed instead.
 #include <algorithm>
 #include <cstring>
 
 #include "attention.h"
 #include "bridge.h"
+#include "ops_kv.h"
 #include "ops.h"
 #include "pool.h"
 
 namespace mantou {
 namespace {
-
-// A view of an evaluated array of four axes; copies only when the last axis is not contiguous.
-View4 view_of(const array& a, Scratch& scratch) {
-  View4 v;
-  v.type = is_float(a.dtype()) ? scalar_of(a.dtype()) : Scalar::f32;
-  v.element_bytes = static_cast<int>(a.itemsize());
-  if (a.strides(3) == 1 || a.shape(3) == 1) {
-    v.data = a.data<uint8_t>();
-    for (int i = 0; i < 3; ++i) v.stride[i] = a.strides(i);
-    return v;
-  }
-  v.data = contiguous(a, scratch);
-  v.stride[2] = a.shape(3);
-  v.stride[1] = v.stride[2] * a.shape(2);
-  v.stride[0] = v.stride[1] * a.shape(1);
-  return v;
-}
 
 struct AttentionNode {
   float scale;
@@ -92,54 +76,17 @@ class Attention : public CpuPrimitive {
   AttentionNode node_;
 };
 
-class KVWrite : public CpuPrimitive {
- public:
-  KVWrite(mx::Stream s, bool counted) : CpuPrimitive(s), counted_(counted) {}
-  const char* name() const override { return "MantouKVWrite"; }
-  void eval_cpu(const std::vector<array>& inputs, std::vector<array>& outputs) override {
-    const array& buffer = inputs[0];
-    array& out = outputs[0];
-    const bool reuse = buffer.flags().row_contiguous && buffer.is_donatable();
-    if (reuse) {
-      out.copy_shared_buffer(buffer);
-    } else {
-      allocate(out);
-    }
-    dispatch(inputs, outputs, [reuse, counted = counted_](std::vector<array>& in, std::vector<array>& out) {
-      static thread_local Scratch scratch[4];
-      if (!reuse) std::memcpy(out[0].data<uint8_t>(), contiguous(in[0], scratch[0]), out[0].nbytes());
-      write(in[1], contiguous_as<int32_t>(in[2], scratch[2]), counted ? contiguous_as<int32_t>(in[3], scratch[3]) : nullptr,
-            out[0]);
-    });
-  }
-
- private:
-  static void write(const array& rows, const int32_t* position, const int32_t* count, array& out) {
-    const int batch = out.shape(0), heads = out.shape(1), capacity = out.shape(2), tokens = rows.shape(2);
-    const size_t item = out.itemsize(), dim = out.shape(3);
-    for (int b = 0; b < batch; ++b) {
-      const int n = count != nullptr ? count[b] : tokens;
-      if (n < 0 || n > tokens || position[b] < 0 || static_cast<int64_t>(position[b]) + n > capacity)
-        throw std::out_of_range("[mantou_kernels] kv_write: row " + std::to_string(b) + " would write columns " +
-                                std::to_string(position[b]) + ".." + std::to_string(position[b] + n) + " of " +
-                                std::to_string(capacity));
-    }
-    static thread_local Scratch scratch;
-    const View4 from = view_of(rows, scratch);
-    for (int b = 0; b < batch; ++b)
-      for (int h = 0; h < heads; ++h) {
-        const int n = count != nullptr ? count[b] : tokens;
-        uint8_t* to = out.data<uint8_t>() + ((static_cast<size_t>(b) * heads + h) * capacity + position[b]) * dim * item;
-        for (int t = 0; t < n; ++t) std::memcpy(to + t * dim * item, from.at(b, h, t), dim * item);
-      }
-  }
-
-  bool counted_;
-};
-
 }  // namespace
 
 array attention(const array& q0, const array& k0, const array& v0, float scale, const AttentionOptions& o) {
+  const Unpack *keys = unpacking(k0), *values = unpacking(v0);
+  if (o.bits == 0 && keys != nullptr && values != nullptr && keys->same_packing(*values) &&
+      mx::promote_types(q0.dtype(), k0.dtype()) == k0.dtype() && k0.dtype() == v0.dtype()) {
+    AttentionOptions packed = o;
+    packed.bits = keys->bits(), packed.group = keys->group();
+    packed.groups = {k0.inputs()[1], k0.inputs()[2], v0.inputs()[1], v0.inputs()[2]};
+    return attention(q0, k0.inputs()[0], v0.inputs()[0], scale, packed);
+  }
   require(q0.ndim() == 4 && k0.ndim() == 4 && v0.ndim() == 4, "attention: q, k and v have four axes");
   require(o.bits == 0 ? o.groups.empty() : o.groups.size() == 4, "attention: packed keys have scales and biases, as have values");
   const mx::Dtype type = o.bits == 0 ? mx::promote_types(q0.dtype(), mx::promote_types(k0.dtype(), v0.dtype()))
@@ -189,19 +136,6 @@ array attention(const array& q0, const array& k0, const array& v0, float scale, 
   inputs.insert(inputs.end(), o.groups.begin(), o.groups.end());
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), value_dim};
   return array(shape, type, std::make_shared<Attention>(cpu_stream(), node), std::move(inputs));
-}
-
-array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count) {
-  require(buffer.ndim() == 4 && rows.ndim() == 4 && rows.dtype() == buffer.dtype(), "kv_write: buffers do not match");
-  require(is_float(buffer.dtype()), "kv_write: expected floats");
-  require(rows.shape(0) == buffer.shape(0) && rows.shape(1) == buffer.shape(1) && rows.shape(3) == buffer.shape(3),
-          "kv_write: shapes do not match");
-  require(position.ndim() == 1 && position.shape(0) == buffer.shape(0), "kv_write: position has one value a row");
-  require(!count || (count->ndim() == 1 && count->shape(0) == buffer.shape(0)), "kv_write: count has one value a row");
-  std::vector<array> inputs{buffer, rows, as_type(position, mx::int32)};
-  if (count) inputs.push_back(as_type(*count, mx::int32));
-  auto node = std::make_shared<KVWrite>(cpu_stream(), count.has_value());
-  return array(buffer.shape(), buffer.dtype(), std::move(node), std::move(inputs));
 }
 
 }  // namespace mantou

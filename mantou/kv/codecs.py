@@ -10,7 +10,22 @@ from mantou.errors import ConfigError
 from mantou.protocols import KVCodec, Packing
 
 
-class Native:
+class MlxCodec:
+    """Leaves all writing to the layout."""
+
+    def write(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array | None:
+        return None
+
+
+class Native(MlxCodec):
     """Stores what the model computes, in its own dtype."""
 
     name = "native"
@@ -28,7 +43,7 @@ class Native:
         return num_heads * head_dim * itemsize
 
 
-class Affine:
+class Affine(MlxCodec):
     """Groups of `group_size` values along the head dimension share a scale and a bias; `bits` per value."""
 
     def __init__(self, bits: int, group_size: int = 64) -> None:

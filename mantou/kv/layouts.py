@@ -59,8 +59,8 @@ class Layout(Protocol):
     def nbytes(self) -> int: ...
 
 
-def _write(buffer: mx.array, new: mx.array, geometry: Geometry, columns: mx.array | int, lo: int) -> mx.array:
-    """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
+def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) -> mx.array:
+    """buffer[lo + row, :, column] = new[row, :, t], in MLX operations."""
     rows, _, width, _ = new.shape
     new = new.astype(buffer.dtype)
     if isinstance(columns, int):
@@ -102,18 +102,25 @@ class Columns:
             grown.append(mx.concatenate([parts[i], pad], axis=2) if parts else pad)
         return tuple(grown)
 
-    def _store(self, keys: mx.array, values: mx.array, columns: mx.array | int) -> None:
+    def _store(self, keys: mx.array, values: mx.array, ring: int) -> None:
         self._dtype = keys.dtype
         packed_keys, packed_values = self.codec.pack(keys), self.codec.pack(values)
         self.keys = self._grown(self.keys, packed_keys)
         self.values = self._grown(self.values, packed_values)
-        lo = self.geometry.group.lo
-        self.keys = tuple(
-            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.keys, packed_keys, strict=True)
-        )
+        self.keys = tuple(self._written(b, n, ring) for b, n in zip(self.keys, packed_keys, strict=True))
         self.values = tuple(
-            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.values, packed_values, strict=True)
+            self._written(b, n, ring) for b, n in zip(self.values, packed_values, strict=True)
         )
+
+    def _written(self, buffer: mx.array, new: mx.array, ring: int) -> mx.array:
+        """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
+        g = self.geometry
+        if g.uniform and not ring:
+            return _write(buffer, new, g.longest, g.group.lo)
+        done = self.codec.write(buffer, new, g.offsets, g.lengths, g.group.lo, ring)
+        if done is not None:
+            return done
+        return _write(buffer, new, g.positions % ring if ring else g.positions, g.group.lo)
 
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         self._span = span
@@ -214,7 +221,7 @@ class FullRows(Columns):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         g = self.geometry
-        self._store(keys, values, g.longest if g.uniform else g.positions)
+        self._store(keys, values, 0)
         return self._fetch(g.span)
 
     def make_mask(
@@ -262,9 +269,9 @@ class WindowRing(Columns):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         g = self.geometry
         if self._wrapped:
-            self._store(keys, values, g.positions % self.size)
+            self._store(keys, values, self.size)
             return self._fetch(self.size)
-        self._store(keys, values, g.longest if g.uniform else g.positions)
+        self._store(keys, values, 0)
         return self._fetch(min(g.span, self.capacity))
 
     def make_mask(

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 
+from mantou.kv.codecs import make_codec
 from mantou.models.load import describe
 from mantou.models.ops.cpu import CpuOps
+from mantou.sampling.sampler import DeviceSampler
 from tests.compose import harness
 from tests.compose.axes import MIXED, combinations
 from tests.compose.families import FAMILIES, tiny
@@ -21,10 +23,13 @@ ARRIVALS = {"r1": 2, "r2": 3, "r3": 9, "r4": 11, "r5": 11}
 def with_kernels(family: str) -> None:
     """Puts the model with the kernels installed where the harness looks for it."""
     module = tiny(family)
-    notes = CpuOps().install(module)
+    ops = CpuOps()
+    notes = ops.install(module)
     print(family, *notes, flush=True)
     loaded = describe(module, FAMILIES[family], harness.capabilities(family))
     harness.model = lambda name, seed=0: loaded
+    harness.make_codec = lambda name: ops.codec(make_codec(name))
+    harness.DeviceSampler = lambda: DeviceSampler(ops.draw)
 
 
 def cells(family: str, seed: int) -> tuple[int, int]:

@@ -52,7 +52,47 @@ def test_packed_views_need_no_copy(isa: str) -> None:
     assert mx.array_equal(attend(q, *views, 8, 64), attend(q, *copies, 8, 64))
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+@pytest.mark.parametrize(("bits", "group"), PACKINGS)
+def test_rows_are_packed_and_unpacked_as_mlx_does(isa: str, bits: int, group: int, dtype: mx.Dtype) -> None:
+    """Also of constant groups, of negative ones and of strided input."""
+    x = ref.normal(2, 5, 3, 128, dtype=dtype).transpose(0, 2, 1, 3)
+    x[0, 0] = 0
+    x[0, 1] = 2.5
+    x[1] = -mx.abs(x[1])
+    ours, want = kernels.pack_rows(x, bits=bits, group=group), packed(x, bits, group)
+    for one, other in zip(ours, want, strict=True):
+        assert mx.array_equal(one, other)
+    for part in (slice(0, 5), slice(1, 4)):
+        parts = [w[:, :, part] for w in want]
+        back = kernels.unpack_rows(*parts, bits=bits, group=group)
+        assert mx.array_equal(back, mx.dequantize(*parts, group_size=group, bits=bits))
+
+
+def test_attention_over_rows_that_wait_to_be_unpacked_reads_them_packed() -> None:
+    keys, values = (packed(ref.normal(1, 2, 300, 64, seed=s), 8, 64) for s in (1, 2))
+    q = ref.normal(1, 4, 2, 64)
+    lazy = [kernels.unpack_rows(*p, bits=8, group=64) for p in (keys, values)]
+    ours = kernels.attention(q, *lazy, scale=0.2, causal=True)
+    mx.eval(ours)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    again = kernels.attention(
+        q, *[kernels.unpack_rows(*p, bits=8, group=64) for p in (keys, values)], scale=0.2
+    )
+    mx.eval(again)
+    assert mx.get_peak_memory() - before < lazy[0].nbytes, "nothing was unpacked"
+    mx.eval(lazy)
+    assert mx.array_equal(ours, kernels.attention(q, *lazy, scale=0.2, causal=True))
+
+
 def test_wrong_packings_are_errors() -> None:
+    for bits, group in ((5, 64), (8, 48), (8, 128)):
+        with pytest.raises(ValueError, match="pack_rows"):
+            kernels.pack_rows(ref.normal(1, 1, 2, 64), bits=bits, group=group)
+    with pytest.raises(ValueError, match="shapes do not match"):
+        kernels.unpack_rows(*packed(ref.normal(1, 1, 2, 64), 8, 64), bits=8, group=32)
+
     q, keys = ref.normal(1, 4, 1, 64), packed(ref.normal(1, 2, 9, 64), 8, 64)
     for bits, group in ((4, 64), (8, 32), (5, 64), (8, 48)):
         with pytest.raises(ValueError, match="attention"):

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mantou.errors import ConfigError
 from mantou.models.ops import openblas
 from mantou.models.ops.plain import PlainOps
-from mantou.protocols import DeviceOps
+from mantou.protocols import DeviceOps, KVCodec
 
 _PLANES = {"exact": 2, "int8": 1}  # int8 planes of an activation
 
@@ -88,6 +88,11 @@ class CpuOps:
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
+
+    def codec(self, codec: KVCodec) -> KVCodec:
+        from mantou.models.ops.codec import CpuCodec
+
+        return CpuCodec(codec)
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""

@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mantou.protocols import KVCodec
+
 # Queries that share a KV head are folded into one block of rows up to this many tokens a row; beyond, the fused
 # kernel has enough rows as it is.
 FOLD_WIDTH = 8
@@ -85,6 +87,9 @@ class CudaOps:
         if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention):
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
         return ()
+
+    def codec(self, codec: KVCodec) -> KVCodec:
+        return codec
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:
         return None

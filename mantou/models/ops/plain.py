@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mantou.protocols import KVCodec
+
 
 class PlainOps:
     """Leaves the graph as it is. `notes` say why, when another implementation was meant to run."""
@@ -16,6 +18,9 @@ class PlainOps:
 
     def install(self, model: Any) -> Sequence[str]:
         return self._notes
+
+    def codec(self, codec: KVCodec) -> KVCodec:
+        return codec
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:
         return None
