@@ -119,12 +119,11 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
     from mantou.sampling.sampler import DeviceSampler
     from mantou.spec.none import NoDraft
 
-    plain_codec = make_codec(config.kv_quant)  # first: a wrong name must not wait for the weights
+    codec = make_codec(config.kv_quant)
     device = this_device()
     loaded = load(folder, dtype=config.dtype)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     op_notes = ops.install(loaded.module)
-    codec = ops.codec(plain_codec)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
     token_bytes = kv_bytes_per_token(loaded, codec)
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
@@ -133,7 +132,13 @@ def load_step(folder: Path, config: Config, template: ChatTemplate | None = None
         info, extra={"rows": rows, "kv_bytes_per_token": token_bytes, "memory_bytes": device.memory_bytes}
     )
     shapes = Shapes(bucketed=not device.on_cpu)
-    runner = Runner(loaded, codec, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    runner = Runner(
+        loaded,
+        codec,
+        max_width=config.prefill_chunk,
+        span_step=shapes.span_step,
+        write_rows=ops.write_rows,
+    )
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"

@@ -128,21 +128,15 @@ class DraftProvider(Protocol):
 
 
 # ------------------------------------------------------------------ KV
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Parts that a primitive may read and write itself: groups with MLX's affine layout; bits 0 = plain values."""
-
-    bits: int = 0
-    group_size: int = 0
-
-
 class KVCodec(Protocol):
     """How keys and values are stored. `unpack(pack(x))` is what attention sees, for every batch alike."""
 
     name: str
+    raw: bool  # whether a part is the values themselves, so that a primitive may read and write it
 
-    def packing(self, head_dim: int) -> Packing | None:
-        """The parts' layout, if it is one that others know; None = only pack and unpack can read them."""
+    @property
+    def affine(self) -> tuple[int, int] | None:
+        """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
         ...
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
@@ -150,20 +144,6 @@ class KVCodec(Protocol):
         ...
 
     def unpack(self, parts: Sequence[mx.array], dtype: mx.Dtype) -> mx.array: ...
-    def write(
-        self,
-        buffer: mx.array,
-        rows: mx.array,
-        start: mx.array,
-        count: mx.array | None,
-        first_slot: int,
-        ring: int,
-    ) -> mx.array | None:
-        """One part's rows [B, H, T, d] in `buffer` [slots, H, columns, d], row b in slot first_slot + b from column
-        start[b] on, modulo `ring` if that is not 0, and only its first count[b]. None = MLX operations will do.
-        """
-        ...
-
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
 
 
@@ -274,8 +254,18 @@ class DeviceOps(Protocol):
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
         ...
 
-    def codec(self, codec: KVCodec) -> KVCodec:
-        """The same codec, with the same bits, in the device's own implementation if it has one."""
+    def write_rows(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array | None:
+        """Rows [B, H, T, d] in `buffer` [slots, H, columns, d]: row b in slot first_slot + b from column start[b] on,
+        modulo `ring` if that is not 0, and only its first count[b]. None = MLX's own operations will do.
+        """
         ...
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mantou.kv.geometry import Geometry
+from mantou.kv.geometry import Geometry, WriteRows, no_write_rows
 from mantou.kv.layouts import Layout
 from mantou.kv.pieces import Parts, Piece, State, to_device, to_host
 from mantou.protocols import Group, Hit
@@ -52,7 +52,9 @@ class KVBatch:
         array_offsets: bool = True,
         mask_axes: int = 4,
         span_step: int = 1,
+        write_rows: WriteRows = no_write_rows,
     ) -> None:
+        self._write_rows = write_rows
         self._make_layouts = make_layouts
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
@@ -100,6 +102,7 @@ class KVBatch:
             array_offsets=self._array_offsets,
             mask_axes=self._mask_axes,
             span_step=self._span_step,
+            write_rows=self._write_rows,
         )
         capacity = self._capacity(max(starts) + group.width)
         for layer in self.layers:

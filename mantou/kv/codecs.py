@@ -7,31 +7,15 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mantou.errors import ConfigError
-from mantou.protocols import KVCodec, Packing
+from mantou.protocols import KVCodec
 
 
-class MlxCodec:
-    """Leaves all writing to the layout."""
-
-    def write(
-        self,
-        buffer: mx.array,
-        rows: mx.array,
-        start: mx.array,
-        count: mx.array | None,
-        first_slot: int,
-        ring: int,
-    ) -> mx.array | None:
-        return None
-
-
-class Native(MlxCodec):
+class Native:
     """Stores what the model computes, in its own dtype."""
 
     name = "native"
-
-    def packing(self, head_dim: int) -> Packing:
-        return Packing()
+    raw = True
+    affine = None
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return (x,)
@@ -43,13 +27,16 @@ class Native(MlxCodec):
         return num_heads * head_dim * itemsize
 
 
-class Affine(MlxCodec):
+class Affine:
     """Groups of `group_size` values along the head dimension share a scale and a bias; `bits` per value."""
+
+    raw = False
 
     def __init__(self, bits: int, group_size: int = 64) -> None:
         self.bits = bits
         self.group_size = group_size
         self.name = f"kv{bits}"
+        self.affine = bits, group_size
 
     def _group(self, head_dim: int) -> int:
         # MLX quantises along the last axis in groups of 32, 64 or 128; the largest that divides wins.
@@ -60,9 +47,6 @@ class Affine(MlxCodec):
             f"--kv-quant {self.bits} needs a head dimension divisible by 32, this model has {head_dim}; "
             "run without --kv-quant."
         )
-
-    def packing(self, head_dim: int) -> Packing | None:
-        return Packing(self.bits, self._group(head_dim)) if head_dim % 32 == 0 else None
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return tuple(mx.quantize(x, group_size=self._group(x.shape[-1]), bits=self.bits))

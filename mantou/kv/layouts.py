@@ -19,7 +19,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.lending import Loan, fitted, part_shapes
+from mantou.kv.lending import Loan, fitted, packing_of, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
 
@@ -117,7 +117,7 @@ class Columns:
         g = self.geometry
         if g.uniform and not ring:
             return _write(buffer, new, g.longest, g.group.lo)
-        done = self.codec.write(buffer, new, g.offsets, g.lengths, g.group.lo, ring)
+        done = g.write_rows(buffer, new.astype(buffer.dtype), g.offsets, g.lengths, g.group.lo, ring)
         if done is not None:
             return done
         return _write(buffer, new, g.positions % ring if ring else g.positions, g.group.lo)
@@ -143,7 +143,7 @@ class Columns:
         ring: int = 0,
         mask: mx.array | None = None,
     ) -> Loan | None:
-        g, packing = self.geometry, self.codec.packing(head_dim)
+        g, packing = self.geometry, packing_of(self.codec, head_dim)
         if packing is None or (g.num_rows, g.width) != tuple(x.shape[:2]):
             return None
         lead, widths = (self.num_slots, kv_heads, self.capacity), part_shapes(packing, head_dim, x.dtype)

@@ -8,7 +8,24 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mantou.kv.pieces import Parts
-from mantou.protocols import Packing
+from mantou.protocols import KVCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Parts that a primitive may read and write itself: groups with MLX's affine layout; bits 0 = plain values."""
+
+    bits: int = 0
+    group_size: int = 0
+
+
+def packing_of(codec: KVCodec, head_dim: int) -> Packing | None:
+    """None where only the codec can read and write its parts."""
+    if codec.raw:
+        return Packing()
+    bits, most = codec.affine or (0, 0)
+    fitting = [size for size in (128, 64, 32) if size <= most and head_dim % size == 0]
+    return Packing(bits, fitting[0]) if bits in (4, 8) and fitting else None
 
 
 @dataclass(frozen=True, slots=True)

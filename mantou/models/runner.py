@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mantou.kv.batch import KVBatch
+from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.layouts import FullRows, Layout, WindowRing
 from mantou.kv.recurrent import RecurrentState
 from mantou.models.device import release_thread
@@ -74,6 +75,7 @@ class Runner:
         max_width: int = 512,
         span_step: int = 1,
         ring_slack: int = RING_SLACK,
+        write_rows: WriteRows = no_write_rows,
     ) -> None:
         family, caches = model.family, model.caches
         self.model = model
@@ -89,6 +91,7 @@ class Runner:
             array_offsets=family.ragged_offsets,
             mask_axes=family.mask_axes,
             span_step=span_step,
+            write_rows=write_rows,
         )
         self._selection: Selection | None = install(model.module)
 

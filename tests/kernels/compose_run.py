@@ -6,10 +6,11 @@ Prints one line a cell that differs, then `N cells, M differences`.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-from mantou.kv.codecs import make_codec
 from mantou.models.load import describe
 from mantou.models.ops.cpu import CpuOps
+from mantou.models.runner import Runner
 from mantou.sampling.sampler import DeviceSampler
 from tests.compose import harness
 from tests.compose.axes import MIXED, combinations
@@ -28,7 +29,7 @@ def with_kernels(family: str) -> None:
     print(family, *notes, flush=True)
     loaded = describe(module, FAMILIES[family], harness.capabilities(family))
     harness.model = lambda name, seed=0: loaded
-    harness.make_codec = lambda name: ops.codec(make_codec(name))
+    harness.Runner = partial(Runner, write_rows=ops.write_rows)
     harness.DeviceSampler = lambda: DeviceSampler(ops.draw)
 
 

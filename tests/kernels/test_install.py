@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mantou.kv.codecs import Affine, Native
+from mantou.kv.geometry import no_write_rows
 from mantou.kv.layouts import Columns
 from mantou.models.families import Family
 from mantou.models.load import describe, make_caches
 from mantou.models.ops import cpu, fast, fused, modules
-from mantou.models.ops.codec import CpuCodec
 from mantou.models.ops.plain import PlainOps
 from mantou.models.runner import Runner
 from mantou.protocols import Group, KVCodec
@@ -88,12 +88,14 @@ def test_other_quantisations_stay_with_mlx() -> None:
     assert distance(logits(model), want) < 1e-5
 
 
-def runs(model: Any, codec: Any) -> list[np.ndarray]:
+def runs(model: Any, codec: Any, write_rows: Any = no_write_rows) -> list[np.ndarray]:
     """Ragged prompts, a chunk, single tokens, a rejected token and an idle row, through the engine's own row cache.
 
     Row 0 outgrows the ring of a window layer (window + 512 columns) in the second forward.
     """
-    runner = Runner(describe(model, {}, Family("any", supported=True)), codec, max_width=300)
+    runner = Runner(
+        describe(model, {}, Family("any", supported=True)), codec, max_width=300, write_rows=write_rows
+    )
     runner.kv.resize(3)
     generator = np.random.default_rng(0)
     out = []
@@ -116,8 +118,8 @@ def runs(model: Any, codec: Any) -> list[np.ndarray]:
 def test_fused_layers_change_no_bit(family: str, codec: KVCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also across a ring that wraps in the middle of a sequence, and over packed keys: a fused layer reads them where
     they lie, the block unpacks them first."""
-    model = families.tiny(family)
-    cpu.CpuOps(threads=2).install(model)
+    model, ops = families.tiny(family), cpu.CpuOps(threads=2)
+    ops.install(model)
     lent, lend = [], Columns._loan
 
     def counted(*arguments: Any) -> Any:
@@ -132,9 +134,13 @@ def test_fused_layers_change_no_bit(family: str, codec: KVCodec, monkeypatch: py
     for owner, index in [(c, i) for c, i in _lists(model) if isinstance(c[i], fused.FusedLayer)]:
         owner[index] = owner[index]["block"]
     assert not any(isinstance(m, fused.FusedLayer) for m in model.modules())
-    for blocks in (runs(model, codec), runs(model, CpuCodec(codec))):
-        for a, b in zip(with_layers, blocks, strict=True):
-            assert np.array_equal(a, b)
+    written = runs(model, codec, ops.write_rows)
+    for plain in ({}, fast.PLAIN_QUANTISATION._asdict()):
+        for name, function in plain.items():
+            monkeypatch.setattr(mx, name, function)
+        blocks = runs(model, codec)
+        assert all(np.array_equal(a, b) for a, b in zip(with_layers, blocks, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(written, blocks, strict=True))
     assert not lent
 
 
@@ -145,7 +151,7 @@ def test_ragged_rows_are_those_of_plain_mlx(family: str) -> None:
     want = runs(model, Native())
     ops = cpu.CpuOps(threads=2)
     ops.install(model)
-    for ours, theirs in zip(runs(model, ops.codec(Native())), want, strict=True):
+    for ours, theirs in zip(runs(model, Native(), ops.write_rows), want, strict=True):
         assert distance(mx.array(ours), mx.array(theirs)) < 5e-5
 
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mantou.errors import ConfigError
 from mantou.models.ops import openblas
 from mantou.models.ops.plain import PlainOps
-from mantou.protocols import DeviceOps, KVCodec
+from mantou.protocols import DeviceOps
 
 _PLANES = {"exact": 2, "int8": 1}  # int8 planes of an activation
 
@@ -89,10 +89,18 @@ class CpuOps:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
 
-    def codec(self, codec: KVCodec) -> KVCodec:
-        from mantou.models.ops.codec import CpuCodec
+    def write_rows(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array:
+        from mantou.models.ops.extension import kernels
 
-        return CpuCodec(codec)
+        return kernels.kv_write(buffer, rows, start, count, first_slot=first_slot, ring=ring)
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""

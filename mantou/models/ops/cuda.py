@@ -12,8 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mantou.protocols import KVCodec
-
 # Queries that share a KV head are folded into one block of rows up to this many tokens a row; beyond, the fused
 # kernel has enough rows as it is.
 FOLD_WIDTH = 8
@@ -88,8 +86,8 @@ class CudaOps:
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
         return ()
 
-    def codec(self, codec: KVCodec) -> KVCodec:
-        return codec
+    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+        return None
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:
         return None

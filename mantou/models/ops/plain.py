@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mantou.protocols import KVCodec
-
 
 class PlainOps:
     """Leaves the graph as it is. `notes` say why, when another implementation was meant to run."""
@@ -19,8 +17,8 @@ class PlainOps:
     def install(self, model: Any) -> Sequence[str]:
         return self._notes
 
-    def codec(self, codec: KVCodec) -> KVCodec:
-        return codec
+    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+        return None
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:
         return None
