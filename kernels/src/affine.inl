@@ -184,6 +184,10 @@ MANTOU_INLINE __m256i load_half(const uint8_t* p, int i, int half) {
 template <int BITS, int MT, int PLANES>
 MANTOU_INLINE void sum_half(const uint8_t* p, const uint8_t* x, int half, __m256i sum[MT]) {
 #if defined(__AVXVNNI__)
+  if constexpr (PLANES == 2 && MT > 4) {  // two sums a token: more than four tokens do not fit the registers
+    sum_half<BITS, 4, PLANES>(p, x, half, sum);
+    return sum_half<BITS, MT - 4, PLANES>(p, x + 4 * 64, half, sum + 4);
+  }
   __m256i low[MT];
 #pragma GCC unroll 8
   for (int m = 0; m < MT; ++m) sum[m] = low[m] = _mm256_setzero_si256();
