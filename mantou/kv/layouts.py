@@ -19,7 +19,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.lending import Loan, fitted, packing_of, part_shapes
+from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
 
@@ -143,16 +143,16 @@ class Columns:
         ring: int = 0,
         mask: mx.array | None = None,
     ) -> Loan | None:
-        g, packing = self.geometry, packing_of(self.codec, head_dim)
-        if packing is None or (g.num_rows, g.width) != tuple(x.shape[:2]):
+        g, groups = self.geometry, groups_of(self.codec, head_dim)
+        if groups is None or (g.num_rows, g.width) != tuple(x.shape[:2]):
             return None
-        lead, widths = (self.num_slots, kv_heads, self.capacity), part_shapes(packing, head_dim, x.dtype)
+        lead, widths = (self.num_slots, kv_heads, self.capacity), part_shapes(groups, head_dim, x.dtype)
         keys, values = fitted(self.keys, lead, widths), fitted(self.values, lead, widths)
         if keys is None or values is None:
             return None
         self.keys = self.values = ()
         self._span = ring or min(g.span, self.capacity)
-        return Loan(keys, values, packing, g.offsets, g.lengths, g.group.lo, window, ring, mask)
+        return Loan(keys, values, groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
 
     def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
         """Ends a loan: the buffers with this forward's tokens in them, and the type of what was stored."""

@@ -12,20 +12,20 @@ from mantou.protocols import KVCodec
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class Groups:
     """Parts that a primitive may read and write itself: groups with MLX's affine layout; bits 0 = plain values."""
 
     bits: int = 0
     group_size: int = 0
 
 
-def packing_of(codec: KVCodec, head_dim: int) -> Packing | None:
+def groups_of(codec: KVCodec, head_dim: int) -> Groups | None:
     """None where only the codec can read and write its parts."""
     if codec.raw:
-        return Packing()
+        return Groups()
     bits, most = codec.affine or (0, 0)
     fitting = [size for size in (128, 64, 32) if size <= most and head_dim % size == 0]
-    return Packing(bits, fitting[0]) if bits in (4, 8) and fitting else None
+    return Groups(bits, fitting[0]) if bits in (4, 8) and fitting else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Loan:
 
     keys: Parts  # each [slots, kv_heads, capacity, ...]; one part, or integers, scales and biases
     values: Parts
-    packing: Packing
+    groups: Groups
     start: mx.array  # int32[rows], positions held before this forward
     count: mx.array | None  # int32[rows] real tokens, None = all
     first_slot: int
@@ -48,12 +48,12 @@ class Loan:
     mask: mx.array | None = None
 
 
-def part_shapes(packing: Packing, head_dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+def part_shapes(groups: Groups, head_dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
     """Width and type of each part's last axis."""
-    if not packing.bits:
+    if not groups.bits:
         return [(head_dim, dtype)]
-    groups = head_dim // packing.group_size, dtype
-    return [(head_dim * packing.bits // 32, mx.uint32), groups, groups]
+    per_group = head_dim // groups.group_size, dtype
+    return [(head_dim * groups.bits // 32, mx.uint32), per_group, per_group]
 
 
 def fitted(parts: Parts, lead: tuple[int, int, int], widths: Sequence[tuple[int, mx.Dtype]]) -> Parts | None:

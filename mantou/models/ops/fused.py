@@ -51,7 +51,7 @@ class FusedLayer(nn.Module):
         keys, values = [loan.keys[0]], [loan.values[0]]
         scales = [*loan.keys[1:], *loan.values[1:]]
         where = {"count": loan.count, "mask": loan.mask, "first_slot": loan.first_slot, "window": loan.window}
-        how = {"ring": loan.ring, "bits": loan.packing.bits, "group": loan.packing.group_size}
+        how = {"ring": loan.ring, "bits": loan.groups.bits, "group": loan.groups.group_size}
         start = loan.start
         del loan
         y, key, value, *rest = kernels.layer(
