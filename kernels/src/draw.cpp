@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -190,6 +191,10 @@ class Row {
     for (const float depth : {5.0f, 10.0f, INFINITY}) {
       count = k_.select_from(logprobs_, n_, highest - depth, index_);
       if (count >= wanted) break;
+    }
+    if (count < wanted) {  // not-a-number compares with nothing: any order will do, but there must be one
+      count = n_;
+      std::iota(index_, index_ + n_, 0);
     }
     const auto above = [this](int32_t a, int32_t b) {
       return logprobs_[a] > logprobs_[b] || (logprobs_[a] == logprobs_[b] && a < b);

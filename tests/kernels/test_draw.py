@@ -98,6 +98,35 @@ def test_rare_stages_stay_with_plain_mlx() -> None:
     assert same(*both(x, wishes))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_broken_logits_still_give_tokens(isa: str, value: float) -> None:
+    """A broken model must not break the process: what is drawn is a token of the vocabulary."""
+    for broken in (slice(0, 1), slice(0, 90), slice(0, 100)):
+        x = logits(len(WISHES), 100, 3.0)
+        x[:, :, broken] = value
+        drawn = both(mx.array(x))[0]
+        for tokens in (drawn.tokens, drawn.top_tokens):
+            assert 0 <= int(tokens.min()) and int(tokens.max()) < 100
+
+
+def test_vocabularies_and_alternatives_have_limits() -> None:
+    params = PLAIN.prepare([Sampling(temperature=0.0, top_logprobs=9)])
+    assert CpuOps().draw(mx.zeros((1, 1, 5)), params, None) is None
+    columns = {
+        "sampled": params.sampled,
+        "inverse_temperature": params.inverse_temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p_log": params.min_p_log,
+        "seed_words": params.words,
+        "positions": mx.zeros((1, 1), mx.uint32),
+    }
+    with pytest.raises(ValueError, match="num_top"):
+        kernels.draw(mx.zeros((1, 1, 5)), **columns, num_top=6)
+    with pytest.raises(ValueError, match="vocabulary is over"):
+        kernels.draw(mx.broadcast_to(mx.zeros(1), (1, 1, (1 << 22) + 1)), **columns, num_top=-1)
+
+
 def test_wrong_shapes_are_errors() -> None:
     ops, x = CpuOps(), mx.zeros((2, 1, 50))
     params = PLAIN.prepare(WISHES[:2])
