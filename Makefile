@@ -18,7 +18,7 @@ KERNELS := $(VENV)/.built-kernels
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install dev kernels try-kernels test check lint types contracts size parity e2e bench docs docs-check lock clean
+.PHONY: help serve install dev kernels try-kernels test check lint types contracts size sanitize parity e2e bench docs docs-check lock clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -65,7 +65,7 @@ serve: $(SERVE) ## Serve the starter model (or MODEL=...) on 127.0.0.1:8080 (or 
 	@exec $(BIN)/mantou serve $(MODEL) --port $(PORT) $(ARGS)
 
 # ------------------------------------------------------------------ checks
-test: check parity e2e ## Everything that CI runs
+test: check sanitize parity e2e ## Everything that CI runs
 
 check: lint types contracts size docs-check try-kernels ## Style, types, contracts, sizes, generated docs, unit + compose + api tests
 	$(PYTEST) -n $(WORKERS) tests/unit tests/compose tests/api $(wildcard tests/kernels)
@@ -82,6 +82,9 @@ contracts: $(DEV)
 
 size: $(DEV)
 	$(BIN)/python scripts/size.py
+
+sanitize: $(DEV) try-kernels ## The C++ kernels' tests with the address and undefined-behaviour sanitizers
+	@sh scripts/sanitize.sh '$(VENV)'
 
 parity: $(DEV) try-kernels ## SmolLM2 against mlx_lm itself: greedy tokens and logits
 	$(PYTEST) tests/parity

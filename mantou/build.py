@@ -96,6 +96,9 @@ def make_engine(
     on_failed: Callable[[MantouError], None] = lambda error: None,
 ) -> Engine | CallEngine:
     """An engine that loads the assembly's weights on its own thread once it is started."""
+    from mantou.models.ops.openblas import preload_openblas
+
+    preload_openblas()  # before anything below imports MLX
     from mantou.build_embeddings import embedding_engine
     from mantou.engine.engine import Engine
     from mantou.models.device import release_thread
@@ -166,7 +169,13 @@ def load_step(
     token_bytes = plan.token_bytes()
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
     shapes = Shapes(bucketed=not device.on_cpu)
-    runner = Runner(loaded, scheme, max_width=config.prefill_chunk, span_step=shapes.span_step)
+    runner = Runner(
+        loaded,
+        scheme,
+        max_width=config.prefill_chunk,
+        span_step=shapes.span_step,
+        write_rows=ops.write_rows,
+    )
     info = describe(folder, config, loaded, plan.name, device.name, notes, template)
     info = replace(
         info,
@@ -194,7 +203,7 @@ def load_step(
     info = replace(info, extra={**info.extra, **extra})
     axes = Axes(
         scheduler=FairScheduler(rows, budget.fits),
-        sampler=make_sampler(config),
+        sampler=make_sampler(config, ops),
         provider=drafting.provider,
         constraints=constraints or NoConstraints(),
         store=store,
@@ -387,6 +396,9 @@ def make_service(
     from mantou.api.logs import log_request
     from mantou.api.service import Loaded, Service
     from mantou.build_embeddings import add_embeddings
+    from mantou.models.ops.openblas import preload_openblas
+
+    preload_openblas()  # before anything imports MLX, which converting a model may do
 
     check(config)
     telemetry = make_telemetry(config)

@@ -11,7 +11,7 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.errors import ModelError
 from mantou.progress import ProgressBoard
-from mantou.protocols import CacheKey, DraftProvider, PrefixStore
+from mantou.protocols import CacheKey, DeviceOps, DraftProvider, PrefixStore
 
 if TYPE_CHECKING:
     from mantou.models.runner import Runner
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from mantou.spec.setup import Drafting
 
 
-def make_sampler(config: Config) -> DeviceSampler:
+def make_sampler(config: Config, ops: DeviceOps) -> DeviceSampler:
     """The one that draws and, with it, verifies drafts."""
     from mantou.sampling.rejection import RejectionSampler
     from mantou.sampling.sampler import DeviceSampler
 
-    return RejectionSampler() if config.draft_verify == "rejection" else DeviceSampler()
+    return (RejectionSampler if config.draft_verify == "rejection" else DeviceSampler)(ops.draw)
 
 
 def make_drafting(
@@ -87,16 +87,19 @@ def load_draft_model(
         )
     kind = this_device().kind
     loaded = load(place, dtype=config.dtype)
-    notes = device_ops(kind, threads=config.threads, activations=config.cpu_activations).install(
-        loaded.module
-    )
+    ops = device_ops(kind, threads=config.threads, activations=config.cpu_activations)
+    notes = ops.install(loaded.module)
     runner = DraftRunner(
-        loaded, make_scheme("off", place), max_width=config.prefill_chunk, span_step=target.span_step
+        loaded,
+        make_scheme("off", place),
+        max_width=config.prefill_chunk,
+        span_step=target.span_step,
+        write_rows=ops.write_rows,
     )
     numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
     provider = ModelDraft(
         runner,
-        make_sampler(config),
+        make_sampler(config, ops),
         store,
         CacheKey(f"draft {name} {numbers}", (), runner.plan.key, "none"),
         measured(runner, numbers),

@@ -178,6 +178,11 @@ class KVCodec(Protocol):
         ...
 
 
+    @property
+    def affine(self) -> tuple[int, int] | None:
+        """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
+        ...
+
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         """[B, H, T, D] -> parts that share the first three axes."""
         ...
@@ -351,4 +356,25 @@ class DeviceOps(Protocol):
 
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
+        ...
+
+    def write_rows(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array | None:
+        """Rows [B, H, T, d] in `buffer` [slots, H, columns, d]: row b in slot first_slot + b from column start[b] on,
+        modulo `ring` if that is not 0, and only its first count[b]. None = MLX's own operations will do.
+        """
+        ...
+
+    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+        """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits.
+
+        `params` is what the sampler prepared. None where it has no implementation of a stage that they ask for.
+        """
         ...

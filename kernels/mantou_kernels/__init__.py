@@ -14,6 +14,8 @@ from mantou_kernels._ext import (
     Packed,
     adapter_rows,
     attention,
+    draw,
+    draws_like_mlx,
     embed,
     gate,
     gated_delta,
@@ -26,6 +28,7 @@ from mantou_kernels._ext import (
     make_layer,
     pack_affine,
     pack_dense,
+    pack_rows,
     rms_norm,
     rope,
     select_kernels,
@@ -33,6 +36,7 @@ from mantou_kernels._ext import (
     ssm,
     supported,
     threads,
+    unpack_rows,
     usable_cpus,
 )
 
@@ -41,6 +45,8 @@ __all__ = [
     "Packed",
     "adapter_rows",
     "attention",
+    "draw",
+    "draws_like_mlx",
     "embed",
     "gate",
     "gated_delta",
@@ -53,6 +59,7 @@ __all__ = [
     "make_layer",
     "pack_affine",
     "pack_dense",
+    "pack_rows",
     "rms_norm",
     "rope",
     "select_kernels",
@@ -60,5 +67,6 @@ __all__ = [
     "ssm",
     "supported",
     "threads",
+    "unpack_rows",
     "usable_cpus",
 ]

@@ -7,8 +7,8 @@
 // The bias term uses scale * sum(i), the sum of what was multiplied: the error is then w * (x - x~), not q * (x - x~).
 //
 // Tile: unit-major, [unit][token][64 bytes], then [unit][token]{scale, sum} as floats.
-//   AVX-512 and NEON  32 high bytes, 32 low bytes (one plane: the first 32)
-//   AVX2              32 int16, each four as k0 k2 k1 k3, for multiplying even and odd bytes apart
+//   AVX-512, AVX-VNNI, NEON  32 high bytes, 32 low bytes (one plane: the first 32)
+//   AVX2                     32 int16, each four as k0 k2 k1 k3, for multiplying even and odd bytes apart
 
 struct UnitScale {
   float scale, sum;
@@ -54,7 +54,7 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
   for (int u = 0; u < l.k / kUnit; ++u) {
     scales[static_cast<size_t>(u) * tokens + token] = quantise_unit(row + u * kUnit, planes, q);
     uint8_t* out = tile + (static_cast<size_t>(u) * tokens + token) * 64;
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__AVX512F__) || defined(__ARM_NEON) || defined(__AVXVNNI__)
     auto* bytes = reinterpret_cast<int8_t*>(out);
     if (planes == 1) {
       for (int i = 0; i < 32; ++i) bytes[i] = static_cast<int8_t>(q[i]);
@@ -180,11 +180,51 @@ MANTOU_INLINE __m256i load_half(const uint8_t* p, int i, int half) {
   return _mm256_or_si256(nibble, _mm256_slli_epi16(bits(at(4 + i / 4), i % 4 * 2, 3), 4));
 }
 
+// Integer sums of half a unit's rows for MT tokens.
+template <int BITS, int MT, int PLANES>
+MANTOU_INLINE void sum_half(const uint8_t* p, const uint8_t* x, int half, __m256i sum[MT]) {
+#if defined(__AVXVNNI__)
+  if constexpr (PLANES == 2 && MT > 4) {  // two sums a token: more than four tokens do not fit the registers
+    sum_half<BITS, 4, PLANES>(p, x, half, sum);
+    return sum_half<BITS, MT - 4, PLANES>(p, x + 4 * 64, half, sum + 4);
+  }
+  __m256i low[MT];
+#pragma GCC unroll 8
+  for (int m = 0; m < MT; ++m) sum[m] = low[m] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m256i v = load_half<BITS>(p, i, half);
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; ++m) {
+      const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * m) + i;
+      sum[m] = _mm256_dpbusd_avx_epi32(sum[m], v, _mm256_set1_epi32(xi[0]));
+      if constexpr (PLANES == 2) low[m] = _mm256_dpbusd_avx_epi32(low[m], v, _mm256_set1_epi32(xi[8]));
+    }
+  }
+  if constexpr (PLANES == 2)
+    for (int m = 0; m < MT; ++m) sum[m] = _mm256_add_epi32(_mm256_slli_epi32(sum[m], 8), low[m]);
+#else
+  const __m256i even_bytes = _mm256_set1_epi16(255);
+#pragma GCC unroll 8
+  for (int m = 0; m < MT; ++m) sum[m] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m256i v = load_half<BITS>(p, i, half);
+    const __m256i even = _mm256_and_si256(v, even_bytes), odd = _mm256_srli_epi16(v, 8);
+#pragma GCC unroll 8
+    for (int m = 0; m < MT; ++m) {
+      const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * m) + 2 * i;
+      const __m256i a = _mm256_madd_epi16(even, _mm256_set1_epi32(xi[0]));
+      sum[m] = _mm256_add_epi32(sum[m], _mm256_add_epi32(a, _mm256_madd_epi16(odd, _mm256_set1_epi32(xi[1]))));
+    }
+  }
+#endif
+}
+
 template <int BITS, int MT, int PLANES>
 static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, const UnitScale* xs, int tokens, float* out) {
   const int units = l.k / kUnit, units_per_group = l.group / kUnit;
   const size_t scale_bytes = 16 * size_of(l.scalar);
-  const __m256i even_bytes = _mm256_set1_epi16(255);
   __m256 acc[2][MT];
   for (int m = 0; m < MT; ++m) acc[0][m] = acc[1][m] = _mm256_setzero_ps();
   for (int u = 0; u < units;) {
@@ -194,19 +234,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
       for (int half = 0; half < 2; ++half) {
         const __m256 s = half ? scale.hi : scale.lo, b = half ? bias.hi : bias.lo;
         __m256i sum[MT];
-#pragma GCC unroll 8
-        for (int m = 0; m < MT; ++m) sum[m] = _mm256_setzero_si256();
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-          const __m256i v = load_half<BITS>(p, i, half);
-          const __m256i even = _mm256_and_si256(v, even_bytes), odd = _mm256_srli_epi16(v, 8);
-#pragma GCC unroll 8
-          for (int m = 0; m < MT; ++m) {
-            const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * m) + 2 * i;
-            const __m256i a = _mm256_madd_epi16(even, _mm256_set1_epi32(xi[0]));
-            sum[m] = _mm256_add_epi32(sum[m], _mm256_add_epi32(a, _mm256_madd_epi16(odd, _mm256_set1_epi32(xi[1]))));
-          }
-        }
+        sum_half<BITS, MT, PLANES>(p, x, half, sum);
         for (int m = 0; m < MT; ++m) {
           const __m256 dot = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[m]), s);
           acc[half][m] = _mm256_fmadd_ps(dot, _mm256_set1_ps(xs[m].scale), acc[half][m]);

@@ -19,16 +19,28 @@ struct View4 {
   }
 };
 
+// A view of packed rows: their bytes, and their scales and biases in the values' type.
+struct Packed4 {
+  int bits = 0, group = 0;  // bits 0 = plain values
+  View4 scales, biases;
+
+  Groups at(int64_t a, int64_t b) const {
+    if (bits == 0) return {};
+    return {bits, group, scales.at(a, b, 0), biases.at(a, b, 0), scales.stride[2]};
+  }
+};
+
 struct AttentionCall {
   int batch = 0, heads = 0, kv_heads = 0, tokens = 0, keys = 0, head_dim = 0, value_dim = 0;
   float scale = 1;
   View4 q, k, v;  // [batch, heads, tokens, head_dim], [batch, kv_heads, keys, ...]
+  Packed4 k_groups, v_groups;  // where packed, k and v are views of bytes with the type of the values
   Scalar round = Scalar::f32;
 
   // What token t of batch row b sees: keys [t + start[b] - window + 1, t + start[b]] when `start` is given (window 0 =
   // no bound), the causal triangle aligned to the last key when `causal`, otherwise all.
   const int32_t* start = nullptr;
-  const int32_t* count = nullptr;  // with `start`: only the first count[b] tokens are real, the others give 0
+  const int32_t* count = nullptr;  // only the first count[b] tokens are real, the others give 0
   bool causal = false;
   int window = 0;
 

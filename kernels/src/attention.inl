@@ -43,6 +43,11 @@ static void scores_16(const float* const* q, const float* kt, int head_dim, floa
 
 MANTOU_INLINE int padded_dim(int n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
+MANTOU_INLINE Vf load_key(const AttendTask& t, int64_t j, int d, int lanes) {
+  if (t.key_groups.bits != 0) return load_packed(t.keys, t.key_stride, t.key_groups, t.kv, j, d);
+  return load_as_part(t.keys, static_cast<size_t>(j * t.key_stride + d), t.kv, lanes);
+}
+
 static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* scores, size_t stride) {
   const int dim = padded_dim(t.head_dim);
   std::memset(kt, 0, static_cast<size_t>(dim) * kLanes * sizeof(float));
@@ -51,13 +56,26 @@ static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* s
     const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
     for (int j = 0; j < keys; ++j)
       each_vector(t.head_dim, [&](int d, int lanes) {
-        store(row, load_as_part(t.keys, static_cast<size_t>((j0 + j) * t.key_stride + d), t.kv, lanes));
+        store(row, load_key(t, j0 + j, d, lanes));
         for (int i = 0; i < lanes; ++i) kt[16 * (d + i) + j] = row[i];
       });
     float* out = scores + (j0 - lo);
     int i = 0;
     for (; i + 4 <= t.num_queries; i += 4) scores_16<4>(t.queries + i, kt, dim, out + i * stride, stride);
     for (; i < t.num_queries; ++i) scores_16<1>(t.queries + i, kt, dim, out + i * stride, stride);
+  }
+}
+
+// Packed keys are unpacked once for all queries.
+static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, float* scores, size_t stride) {
+  for (int j = lo; j < hi; ++j) {
+    for (int d = 0; d < t.head_dim; d += kLanes)
+      store(key + d, load_packed(t.keys, t.key_stride, t.key_groups, t.kv, j, d));
+    for (int i = 0; i < t.num_queries; ++i) {
+      Vf acc = zero();
+      for (int d = 0; d < t.head_dim; d += kLanes) acc = fma(load(t.queries[i] + d), load(key + d), acc);
+      scores[i * stride + (j - lo)] = reduce_add(acc);
+    }
   }
 }
 
@@ -108,7 +126,7 @@ static void softmax_row(const AttendTask& t, int i, int lo, int hi, float* s) {
 }
 
 // out[q][d .. d + 16 * NV) = sum over keys of p[q][key] * value[key]; the last vector may be partial.
-template <int QT, int NV>
+template <int QT, int NV, bool Packed>
 MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, int d0, const float* p, size_t stride) {
   Vf acc[QT][NV];
 #pragma GCC unroll 4
@@ -120,7 +138,11 @@ MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, in
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       const int d = d0 + v * kLanes;
-      value[v] = load_as_part(t.values, static_cast<size_t>(j * t.value_stride + d), t.kv, t.value_dim - d);
+      if constexpr (Packed) {
+        value[v] = load_packed(t.values, t.value_stride, t.value_groups, t.kv, j, d);
+      } else {
+        value[v] = load_as_part(t.values, static_cast<size_t>(j * t.value_stride + d), t.kv, t.value_dim - d);
+      }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < QT; ++i) {
@@ -136,13 +158,19 @@ MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, in
     }
 }
 
-template <int QT>
-static void weigh(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
+template <int QT, bool Packed>
+static void weigh_all(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
   constexpr int wide = QT >= 3 ? 2 : 4;
   int d = 0;
   for (; d + (wide - 1) * kLanes < t.value_dim; d += wide * kLanes)
-    weigh_columns<QT, wide>(t, q0, lo, hi, d, p, stride);
-  for (; d < t.value_dim; d += kLanes) weigh_columns<QT, 1>(t, q0, lo, hi, d, p, stride);
+    weigh_columns<QT, wide, Packed>(t, q0, lo, hi, d, p, stride);
+  for (; d < t.value_dim; d += kLanes) weigh_columns<QT, 1, Packed>(t, q0, lo, hi, d, p, stride);
+}
+
+template <int QT>
+static void weigh(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
+  t.value_groups.bits != 0 ? weigh_all<QT, true>(t, q0, lo, hi, p, stride)
+                           : weigh_all<QT, false>(t, q0, lo, hi, p, stride);
 }
 
 static void attend(const AttendTask& t) {
@@ -157,6 +185,8 @@ static void attend(const AttendTask& t) {
   float* scores = t.scratch + static_cast<size_t>(padded_dim(t.head_dim)) * kLanes;
   if (t.num_queries >= kManyQueries) {
     scores_many(t, lo, hi, kt, scores, stride);
+  } else if (t.key_groups.bits != 0) {
+    scores_few_packed(t, lo, hi, kt, scores, stride);
   } else {
     scores_few(t, lo, hi, scores, stride);
   }

@@ -14,12 +14,20 @@ static void prepare_dense(const Layout& l, const float* row, int token, int toke
 }
 
 #if defined(__AVX512F__)
-constexpr int kDenseSteps[] = {16, 8, 4, 3, 2, 1};
 constexpr int kDenseInterleave = 4;  // tokens up to which the quarters run side by side
 #else
-constexpr int kDenseSteps[] = {6, 4, 3, 2, 1};
 constexpr int kDenseInterleave = 1;
 #endif
+
+// How many tokens to do in one pass over the weights when `left` are left: sometimes more than there are. What the pass
+// then reads lies in the tile or in the room behind it, which is that of kMaxTile tokens, as is the room for results.
+static int dense_step_for(int left) {
+#if defined(__AVX512F__)
+  return left > 12 ? 16 : left > 8 ? 12 : left > 4 ? 8 : left;
+#else
+  return left > 4 ? 6 : left;
+#endif
+}
 
 // Weights of two consecutive k for 16 rows.
 template <Scalar S>
@@ -88,11 +96,12 @@ static void dense_tile(const Layout& l, const uint8_t* p, const float* x, int to
         Vf even, odd;
         const size_t at = static_cast<size_t>(c) * quarter + k;
         load_two<S>(p + at * row_bytes, even, odd);
-        const float* xk = x + at * tokens;
+        const float *xk = x + at * tokens, *next = xk + tokens;
+        __asm__("" : "+r"(next));  // one address with offsets; the compiler would keep MT addresses, and spill them
 #pragma GCC unroll 16
         for (int m = 0; m < MT; ++m) acc[m] = fma(even, set1(xk[m]), acc[m]);
 #pragma GCC unroll 16
-        for (int m = 0; m < MT; ++m) acc[m] = fma(odd, set1(xk[tokens + m]), acc[m]);
+        for (int m = 0; m < MT; ++m) acc[m] = fma(odd, set1(next[m]), acc[m]);
       }
       for (int m = 0; m < MT; ++m) {
         float* first = kept[0] + 16 * m;
@@ -111,6 +120,7 @@ static void dense_step(int step, const Layout& l, const uint8_t* p, const float*
   switch (step) {
 #if defined(__AVX512F__)
     case 16: return dense_tile<S, 16>(l, p, x, tokens, out);
+    case 12: return dense_tile<S, 12>(l, p, x, tokens, out);
     case 8: return dense_tile<S, 8>(l, p, x, tokens, out);
 #endif
     case 6: return dense_tile<S, 6>(l, p, x, tokens, out);
@@ -123,14 +133,13 @@ static void dense_step(int step, const Layout& l, const uint8_t* p, const float*
 
 static void dense_block(const Layout& l, const uint8_t* block, const uint8_t* tile, int tokens, float* out) {
   const auto* x = reinterpret_cast<const float*>(tile);
-  int done = 0;
-  for (int step : kDenseSteps)
-    for (; tokens - done >= step; done += step) {
-      float* to = out + 16 * done;
-      switch (l.scalar) {
-        case Scalar::f32: dense_step<Scalar::f32>(step, l, block, x + done, tokens, to); break;
-        case Scalar::bf16: dense_step<Scalar::bf16>(step, l, block, x + done, tokens, to); break;
-        case Scalar::f16: dense_step<Scalar::f16>(step, l, block, x + done, tokens, to); break;
-      }
+  for (int done = 0, step; done < tokens; done += step) {
+    step = dense_step_for(tokens - done);
+    float* to = out + 16 * done;
+    switch (l.scalar) {
+      case Scalar::f32: dense_step<Scalar::f32>(step, l, block, x + done, tokens, to); break;
+      case Scalar::bf16: dense_step<Scalar::bf16>(step, l, block, x + done, tokens, to); break;
+      case Scalar::f16: dense_step<Scalar::f16>(step, l, block, x + done, tokens, to); break;
     }
+  }
 }

@@ -11,7 +11,7 @@
 namespace mantou {
 
 #if defined(__x86_64__)
-extern const Kernels kernels_avx512, kernels_avx2;
+extern const Kernels kernels_avx512, kernels_avx_vnni, kernels_avx2;
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif
@@ -25,6 +25,7 @@ const Kernels* kernels_for_cpu(const char* name) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
   if (avx512 && wanted("avx512")) return &kernels_avx512;
+  if (avx2 && __builtin_cpu_supports("avxvnni") && wanted("avx_vnni")) return &kernels_avx_vnni;
   if (avx2 && wanted("avx2")) return &kernels_avx2;
 #elif defined(__aarch64__)
 #if defined(__linux__)

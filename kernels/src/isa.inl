@@ -9,8 +9,10 @@ namespace {
 #include "affine.inl"
 #include "dense.inl"
 #include "rows.inl"
+#include "kv.inl"
 #include "attention.inl"
 #include "scan.inl"
+#include "draw.inl"
 
 void prepare(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
   l.form == Form::affine ? prepare_affine(l, row, token, tokens, planes, tile)
@@ -49,7 +51,11 @@ const Kernels MANTOU_TABLE = {
     MANTOU_ISA::dot_row,
     MANTOU_ISA::axpy_row,
     MANTOU_ISA::attend,
+    MANTOU_ISA::unpack_row,
+    MANTOU_ISA::quantise_row,
     MANTOU_ISA::gated_delta,
     MANTOU_ISA::ssm,
+    {MANTOU_ISA::highest_of, MANTOU_ISA::exp_row, MANTOU_ISA::add_in_order, MANTOU_ISA::bucket_row,
+     MANTOU_ISA::select_from, MANTOU_ISA::select_equal, MANTOU_ISA::scores_row},
 };
 }  // namespace mantou

@@ -4,17 +4,26 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "draw.h"
 #include "packed.h"
 
 namespace mantou {
 
 enum class Gate : uint8_t { silu, gelu_tanh, gelu_erf };
 
+// Affine groups of key or value rows, in MLX's layout: value = scale * integer + bias, each step rounded to `kv` form.
+struct Groups {
+  int bits = 0;  // 4 or 8; 0 = the rows are the values themselves
+  int size = 0;  // 32, 64 or 128 values share a scale and a bias
+  const void *scales = nullptr, *biases = nullptr;  // group g of row j at j * stride + g
+  int64_t stride = 0;
+};
+
 // One key-value head of one batch row, and the query rows that share it.
 struct AttendTask {
   const float* const* queries;  // [num_queries] -> [head_dim], already scaled
   int num_queries;
-  const void* keys;    // element (j, d) at j * key_stride + d, in `kv` form
+  const void* keys;    // element (j, d) at j * key_stride + d, in `kv` form; with groups, rows at j * key_stride bytes
   const void* values;  // element (j, d) at j * value_stride + d
   int64_t key_stride, value_stride;
   Scalar kv;
@@ -29,6 +38,7 @@ struct AttendTask {
   Scalar round;        // arithmetic of plain MLX rounds scores and probabilities to the tensors' type
   float* const* out;   // [num_queries] -> [value_dim]
   float* scratch;      // attend_scratch_floats()
+  Groups key_groups, value_groups;
 };
 
 struct DeltaTask {  // one value head of one batch row of the gated delta rule
@@ -73,14 +83,19 @@ struct Kernels {
   void (*axpy)(float a, const float* x, int n, float* y);  // y += a * x
 
   void (*attend)(const AttendTask&);
+  void (*unpack)(const void* row, const Groups&, Scalar, int n, float* x);
+  // x [n], as MLX's quantize packs it: n * bits / 8 bytes, and n / group scales and biases.
+  void (*quantise)(const float* x, int n, int bits, int group, Scalar, uint8_t* bytes, void* scales, void* biases);
   void (*gated_delta)(const DeltaTask&);
   void (*ssm)(const SsmTask&);
+
+  DrawKernels draw;
 };
 
 size_t tile_bytes(const Layout&, int tokens);
 size_t attend_scratch_floats(int num_queries, int head_dim, int num_keys);
 
-// The best table that this CPU can run, or null. `name` picks one by name ("avx512", "avx2", "neon"): null when the
+// The best table that this CPU can run, or null. `name` picks one by name ("avx512", "avx_vnni", "avx2", "neon"): null when the
 // CPU cannot run it.
 const Kernels* kernels_for_cpu(const char* name = nullptr);
 

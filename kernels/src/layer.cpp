@@ -104,27 +104,15 @@ class Layer {
           k_.store(v, d, c_.type, qkv, row + h * d);
         }
         for (int h = 0; h < s_.kv_heads; ++h) {
-          const size_t slot = (static_cast<size_t>(c_.first_slot) + b) * s_.kv_heads + h;
-          const size_t to = (slot * c_.capacity + c_.start[b] + t) * d;
+          const int column = c_.ring > 0 ? (c_.start[b] + t) % c_.ring : c_.start[b] + t;
           k_.load(qkv, row + (s_.heads + h) * d, c_.type, d, v);
           rotate(v, s_.key_norm, angles);
-          k_.store(v, d, c_.kv, c_.keys, to);
+          c_.keys.put(k_, b, h, column, v);
           k_.load(qkv, row + (s_.heads + s_.kv_heads + h) * d, c_.type, d, v);
-          k_.store(v, d, c_.kv, c_.values, to);
+          c_.values.put(k_, b, h, column, v);
         }
       }
     });
-  }
-
-  View4 buffer(const void* data) const {
-    View4 v;
-    v.type = c_.kv;
-    v.element_bytes = static_cast<int>(size_of(c_.kv));
-    v.stride[2] = s_.head_dim;
-    v.stride[1] = v.stride[2] * c_.capacity;
-    v.stride[0] = v.stride[1] * s_.kv_heads;
-    v.data = static_cast<const uint8_t*>(data) + c_.first_slot * v.stride[0] * v.element_bytes;
-    return v;
   }
 
   void attend(const uint8_t* qkv, int width, uint8_t* out) const {
@@ -132,17 +120,24 @@ class Layer {
     a.batch = c_.batch, a.tokens = c_.tokens, a.heads = s_.heads, a.kv_heads = s_.kv_heads;
     a.head_dim = a.value_dim = s_.head_dim;
     a.keys = 0;  // up to the last column in use: more would only cost scratch memory
-    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(c_.start[b] + c_.tokens, c_.capacity));
+    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(c_.start[b] + c_.tokens, c_.keys.capacity));
     a.scale = s_.scale;
     a.q.data = qkv;
     a.q.type = c_.type;
     a.q.element_bytes = static_cast<int>(item_);
     a.q.stride[0] = static_cast<int64_t>(c_.tokens) * width, a.q.stride[1] = s_.head_dim, a.q.stride[2] = width;
-    a.k = buffer(c_.keys), a.v = buffer(c_.values);
+    a.k = c_.keys.view(), a.v = c_.values.view();
+    a.k_groups = c_.keys.groups(), a.v_groups = c_.values.groups();
     a.round = a.out_type = c_.type;
-    a.start = c_.start;
     a.count = c_.count;
-    a.window = c_.window;
+    if (c_.ring > 0) {
+      a.keys = c_.ring;
+      a.mask = c_.mask;
+      a.has_mask = a.mask_is_bool = true;
+    } else {
+      a.start = c_.start;
+      a.window = c_.window;
+    }
     a.out = out;
     attention(k_, a);
   }
@@ -183,10 +178,11 @@ void check_layer(const LayerSpec& s) {
 void run_layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call) {
   for (int b = 0; b < call.batch; ++b) {
     const int n = call.count != nullptr ? call.count[b] : call.tokens;
-    if (n < 0 || n > call.tokens || call.start[b] < 0 || static_cast<int64_t>(call.start[b]) + n > call.capacity)
+    const int64_t room = call.ring > 0 ? INT32_MAX : call.keys.capacity;
+    if (n < 0 || n > call.tokens || call.start[b] < 0 || call.start[b] + int64_t{n} > room)
       throw std::out_of_range("[mantou_kernels] layer: row " + std::to_string(b) + " would write columns " +
                               std::to_string(call.start[b]) + ".." + std::to_string(call.start[b] + n) + " of " +
-                              std::to_string(call.capacity));
+                              std::to_string(call.keys.capacity));
   }
   Layer(kernels, spec, call).run();
 }

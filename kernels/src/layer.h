@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "kv_buffer.h"
 #include "rope_table.h"
 
 namespace mantou {
@@ -40,13 +41,13 @@ struct LayerCall {
   void* out = nullptr;      // like x
   Scalar type = Scalar::f32;
   int batch = 0, tokens = 0;
-  // Buffers [slots, kv_heads, capacity, head_dim]; row b is slot first_slot + b and starts at column start[b].
-  void *keys = nullptr, *values = nullptr;
-  Scalar kv = Scalar::f32;
-  int first_slot = 0, capacity = 0;
+  KVBuffer keys, values;  // row b starts at position start[b]
   const int32_t* start = nullptr;
   const int32_t* count = nullptr;  // real tokens of each row, or null for all; the others append nothing
   int window = 0;
+  // Position p lives in column p % ring and `mask` says what is seen; 0 = column p, and the window says it.
+  int ring = 0;
+  View4 mask;  // bytes [batch, heads, tokens, ring]
 };
 
 void run_layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call);

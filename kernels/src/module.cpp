@@ -66,17 +66,37 @@ void bind_attention(nb::module_& m) {
   m.def(
       "attention",
       [](const array& q, const array& k, const array& v, float scale, bool causal, Optional mask, Optional sinks,
-         Optional start, int window) {
-        return attention(q, k, v, scale, {causal, mask, sinks, start, window});
+         Optional start, int window, std::vector<array> groups, int bits, int group) {
+        return attention(q, k, v, scale, {causal, mask, sinks, start, window, std::move(groups), bits, group});
       },
       "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "mask"_a = nb::none(), "sinks"_a = nb::none(),
-      "start"_a = nb::none(), "window"_a = 0);
-  m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none());
+      "start"_a = nb::none(), "window"_a = 0, "groups"_a = std::vector<array>{}, "bits"_a = 0, "group"_a = 0);
+  m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none(), nb::kw_only(),
+        "first_slot"_a = 0, "ring"_a = 0);
+  m.def("pack_rows", &pack_rows, "x"_a, nb::kw_only(), "bits"_a, "group"_a);
+  m.def("unpack_rows", &unpack_rows, "words"_a, "scales"_a, "biases"_a, nb::kw_only(), "bits"_a, "group"_a);
 }
 
 void bind_scans(nb::module_& m) {
   m.def("gated_delta", &gated_delta, "q"_a, "k"_a, "v"_a, "g"_a, "beta"_a, "state"_a, "mask"_a = nb::none());
   m.def("ssm", &ssm, "x"_a, "a_log"_a, "b"_a, "c"_a, "d"_a, "dt"_a, "state"_a, "mask"_a = nb::none());
+}
+
+void bind_draw(nb::module_& m) {
+  // Whether its bits are those of MLX's own exp and log: not on AArch64, where MLX may be compiled with fused products.
+#if defined(__x86_64__)
+  m.attr("draws_like_mlx") = true;
+#else
+  m.attr("draws_like_mlx") = false;
+#endif
+  m.def(
+      "draw",
+      [](const array& logits, array sampled, array inverse_temperature, array top_p, array top_k, array min_p_log,
+         array seed_words, array positions, int num_top) {
+        return draw(logits, {sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions, num_top});
+      },
+      "logits"_a, nb::kw_only(), "sampled"_a, "inverse_temperature"_a, "top_p"_a, "top_k"_a, "min_p_log"_a,
+      "seed_words"_a, "positions"_a, "num_top"_a = -1);
 }
 
 void bind_layer(nb::module_& m) {
@@ -97,8 +117,19 @@ void bind_layer(nb::module_& m) {
       "rope_periods"_a.none(), "rope_scale"_a, "rope_input_scale"_a, "gate"_a, "qkv_bias"_a = nb::none(),
       "out_bias"_a = nb::none(), "attention_out_norm"_a = nb::none(), "mlp_out_norm"_a = nb::none(),
       "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "planes"_a = 2);
-  m.def("layer", &layer, "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "count"_a = nb::none(),
-        "first_slot"_a = 0, "window"_a = 0);
+  m.def(
+      "layer",
+      [](const array& x, const std::shared_ptr<LayerSpec>& layer, array keys, array values, const array& start,
+         std::vector<array> scales, Optional count, Optional mask, int first_slot, int window, int ring, int bits,
+         int group) {
+        std::vector<array> buffers{std::move(keys), std::move(values)};
+        for (array& a : scales) buffers.push_back(std::move(a));
+        scales.clear();
+        return mantou::layer(x, layer, buffers, start, {count, mask, first_slot, window, ring, bits, group});
+      },
+      "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "scales"_a = std::vector<array>{},
+      "count"_a = nb::none(), "mask"_a = nb::none(), "first_slot"_a = 0, "window"_a = 0, "ring"_a = 0, "bits"_a = 0,
+      "group"_a = 0);
 }
 
 }  // namespace
@@ -110,6 +141,7 @@ NB_MODULE(_ext, m) {
   bind_rows(m);
   bind_attention(m);
   bind_scans(m);
+  bind_draw(m);
   bind_layer(m);
   m.def("select_kernels", [](const std::string& name) { return std::string(select_kernels(name)); }, "name"_a = "");
   m.def("supported", [] { return kernels_for_cpu() != nullptr; });

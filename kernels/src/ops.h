@@ -18,6 +18,7 @@ namespace mx = mlx::core;
 using mx::array;
 using Weights = std::shared_ptr<Packed>;
 using Optional = std::optional<array>;
+constexpr int kMaxVocab = 1 << 22;
 
 // ---- ops_pack.cpp: [experts?, rows, k] weights; several parts are packed into one matrix.
 // Returns the whole and, when there are several parts, a view of each.
@@ -62,11 +63,21 @@ struct AttentionOptions {
   Optional mask, sinks;
   Optional start;  // int32 [B]: position of the first query of each row; keys are at columns 0, 1, ...
   int window = 0;
+  // Packed keys and values: k and v are uint32 [B, Hk, S, D * bits / 32], as mx.quantize makes them.
+  std::vector<array> groups;  // scales and biases of k, then of v: [B, Hk, S, D / group]
+  int bits = 0, group = 0;
 };
 array attention(const array& q, const array& k, const array& v, float scale, const AttentionOptions& options);
-// buffer [B, H, capacity, D] with rows [B, H, T, D] at columns position[b] ...; reuses the buffer if nobody else holds
-// it. count int32 [B]: only the first count[b] of the T are written. A column outside the buffer is an error.
-array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count);
+// With o.bits = 0 and keys and values that wait to be unpacked (unpack_rows), they are read packed.
+
+// ---- ops_kv.cpp
+// buffer [slots, H, capacity, D] of any type with rows [B, H, T, D] at columns position[b] ... (mod ring, if it is not 0)
+// of slot first_slot + b; reuses the buffer if nobody else holds it. count int32 [B]: only the first count[b] of the T
+// are written. A column outside the buffer is an error.
+array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, int first_slot, int ring);
+// x [B, H, T, D] -> integers, scales and biases, and back: the bits of mx.quantize and mx.dequantize.
+std::vector<array> pack_rows(const array& x, int bits, int group);
+array unpack_rows(const array& words, const array& scales, const array& biases, int bits, int group);
 
 // ---- ops_scan.cpp
 // q, k [B, T, Hk, Dk], v [B, T, Hv, Dv], g [B, T, Hv] or [B, T, Hv, Dk], beta [B, T, Hv], state [B, Hv, Dv, Dk] f32,
@@ -77,6 +88,16 @@ std::vector<array> gated_delta(const array& q, const array& k, const array& v, c
 // f32, mask bool [B, T] -> y like x, state.
 std::vector<array> ssm(const array& x, const array& a_log, const array& b, const array& c, const array& d,
                        const array& dt, const array& state, const Optional& mask);
+
+// ---- ops_draw.cpp
+// One token for each row and position, as mantou/sampling draws it (draw.h). The columns have one value a row; seed
+// words uint32 [B, 2]; positions uint32 [B, T].
+struct DrawOptions {
+  array sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions;
+  int num_top;  // -1 = tokens only, 0 = their log-probabilities too, n = and n alternatives
+};
+// logits [B, T, V] -> tokens int32 [B, T], log-probabilities f32 [B, T], alternatives int32 and f32 [B, T, num_top].
+std::vector<array> draw(const array& logits, const DrawOptions& options);
 
 // ---- ops_layer.cpp
 struct LayerParts {
@@ -94,10 +115,15 @@ struct LayerParts {
   int planes;
 };
 std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
-// x [B, T, hidden], keys and values [slots, Hk, capacity, D] -> y like x, and the buffers with the rows appended; they
-// are reused when nobody else holds them. See LayerCall for start, count and window.
-std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const array& keys, const array& values,
-                         const array& start, const Optional& count, int first_slot, int window);
+// x [B, T, hidden] and the buffers [slots, Hk, capacity, ...] (keys, values and, when packed, scales and biases of keys
+// and of values) -> y like x, and the buffers with the rows appended; they are reused when nobody else holds them.
+// See LayerCall for start, count, window, ring and mask, and KVBuffer for the packing.
+struct LayerOptions {
+  Optional count, mask;
+  int first_slot = 0, window = 0, ring = 0, bits = 0, group = 0;
+};
+std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
+                         const array& start, const LayerOptions& options);
 
 // Shared by the operations.
 Gate gate_of(const std::string& name);

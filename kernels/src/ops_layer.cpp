@@ -1,4 +1,5 @@
-// The decoder layer as one MLX primitive of three results: hidden state, keys, values.
+// The decoder layer as one MLX primitive: hidden state and buffers in, hidden state and the same buffers out.
+#include <array>
 #include <cstring>
 
 #include "bridge.h"
@@ -17,43 +18,65 @@ bool only_ours(const array& a, long num_results) {
          a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
 }
 
+struct LayerNode {
+  std::shared_ptr<const LayerSpec> spec;
+  int first_slot, window, ring, bits, group;
+  bool counted, masked;
+  int num_buffers() const { return bits == 0 ? 2 : 6; }
+};
+
 class DecoderLayer : public CpuPrimitive {
  public:
-  DecoderLayer(mx::Stream s, std::shared_ptr<const LayerSpec> spec, int first_slot, int window, bool counted)
-      : CpuPrimitive(s), spec_(std::move(spec)), first_slot_(first_slot), window_(window), counted_(counted) {}
+  DecoderLayer(mx::Stream s, LayerNode node) : CpuPrimitive(s), node_(std::move(node)) {}
   const char* name() const override { return "MantouDecoderLayer"; }
 
+  // Inputs: x, the buffers, start, count?, mask?. Results: y, the buffers.
   void eval_cpu(const std::vector<array>& in, std::vector<array>& out) override {
     allocate(out[0]);
-    bool reuse[2];
-    for (int i = 0; i < 2; ++i) {
-      reuse[i] = only_ours(in[1 + i], 3);
+    std::array<bool, 6> reuse{};
+    for (int i = 0; i < node_.num_buffers(); ++i) {
+      reuse[i] = only_ours(in[1 + i], 1 + node_.num_buffers());
       reuse[i] ? out[1 + i].copy_shared_buffer(in[1 + i]) : allocate(out[1 + i]);
     }
-    dispatch(in, out, [spec = spec_, first = first_slot_, window = window_, counted = counted_, k = reuse[0], v = reuse[1]](
-                          std::vector<array>& in, std::vector<array>& out) {
+    dispatch(in, out, [node = node_, reuse](std::vector<array>& in, std::vector<array>& out) {
       static thread_local Scratch scratch[5];
-      if (!k) std::memcpy(out[1].data<uint8_t>(), contiguous(in[1], scratch[1]), out[1].nbytes());
-      if (!v) std::memcpy(out[2].data<uint8_t>(), contiguous(in[2], scratch[2]), out[2].nbytes());
+      const int n = node.num_buffers();
+      for (int i = 1; i <= n; ++i)
+        if (!reuse[i - 1]) std::memcpy(out[i].data<uint8_t>(), contiguous(in[i], scratch[1]), out[i].nbytes());
       LayerCall c;
       c.x = contiguous(in[0], scratch[0]);
       c.out = out[0].data<uint8_t>();
       c.type = scalar_of(out[0].dtype());
       c.batch = in[0].shape(0), c.tokens = in[0].shape(1);
-      c.keys = out[1].data<uint8_t>(), c.values = out[2].data<uint8_t>();
-      c.kv = scalar_of(out[1].dtype());
-      c.first_slot = first, c.capacity = out[1].shape(2);
-      c.start = contiguous_as<int32_t>(in[3], scratch[3]);
-      c.count = counted ? contiguous_as<int32_t>(in[4], scratch[4]) : nullptr;
-      c.window = window;
-      run_layer(kernels(), *spec, c);
+      c.keys = buffer(node, out, 1), c.values = buffer(node, out, 2);
+      c.start = contiguous_as<int32_t>(in[n + 1], scratch[2]);
+      c.count = node.counted ? contiguous_as<int32_t>(in[n + 2], scratch[3]) : nullptr;
+      c.window = node.window;
+      c.ring = node.ring;
+      if (node.masked) {
+        const array& mask = in[n + 2 + node.counted];  // [batch, 1, tokens, ring]
+        c.mask.data = contiguous(mask, scratch[4]);
+        c.mask.element_bytes = 1;
+        c.mask.stride[0] = int64_t{mask.shape(2)} * mask.shape(3), c.mask.stride[2] = mask.shape(3);
+      }
+      run_layer(kernels(), *node.spec, c);
     });
   }
 
  private:
-  std::shared_ptr<const LayerSpec> spec_;
-  int first_slot_, window_;
-  bool counted_;
+  // Buffer 1 holds keys, 2 values; scales and biases of keys follow in 3 and 4, of values in 5 and 6.
+  static KVBuffer buffer(const LayerNode& node, std::vector<array>& out, int which) {
+    KVBuffer b;
+    b.data = out[which].data<uint8_t>();
+    b.bits = node.bits, b.group = node.group;
+    b.type = scalar_of(out[node.bits == 0 ? which : 3].dtype());
+    b.first_slot = node.first_slot, b.heads = node.spec->kv_heads, b.dim = node.spec->head_dim;
+    b.capacity = out[which].shape(2);
+    if (node.bits != 0) b.scales = out[2 * which + 1].data<uint8_t>(), b.biases = out[2 * which + 2].data<uint8_t>();
+    return b;
+  }
+
+  LayerNode node_;
 };
 
 std::vector<float> floats_of(const Optional& a) {
@@ -88,20 +111,43 @@ std::shared_ptr<LayerSpec> make_layer(const LayerParts& p) {
   return s;
 }
 
-std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const array& keys, const array& values,
-                         const array& start, const Optional& count, int first_slot, int window) {
+std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
+                         const array& start, const LayerOptions& o) {
   require(spec != nullptr && x.ndim() == 3 && x.shape(2) == spec->qkv->layout.k && x.size() > 0, "layer: wrong input");
-  require(is_float(x.dtype()) && is_float(keys.dtype()) && values.dtype() == keys.dtype(), "layer: expected floats");
-  const int batch = x.shape(0);
-  require(keys.ndim() == 4 && values.shape() == keys.shape() && keys.shape(1) == spec->kv_heads &&
-              keys.shape(3) == spec->head_dim && first_slot >= 0 && first_slot + batch <= keys.shape(0),
+  const int batch = x.shape(0), tokens = x.shape(1), dim = spec->head_dim;
+  require(o.bits == 0 || ((o.bits == 4 || o.bits == 8) && (o.group == 32 || o.group == 64 || o.group == 128) && dim % o.group == 0),
+          "layer: packed keys have 4 or 8 bits in groups of 32, 64 or 128 that divide the head dimension");
+  require(buffers.size() == (o.bits == 0 ? 2u : 6u), "layer: the buffers do not fit");
+  const array& keys = buffers[0];
+  require(keys.ndim() == 4 && keys.shape(1) == spec->kv_heads && o.first_slot >= 0 && o.first_slot + batch <= keys.shape(0),
           "layer: the buffers do not fit");
-  require(start.ndim() == 1 && start.shape(0) == batch && (!count || count->shape() == start.shape()) && window >= 0,
+  const mx::Dtype type = buffers[o.bits == 0 ? 0 : 2].dtype();
+  require(is_float(x.dtype()) && is_float(type), "layer: expected floats");
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const bool integers = o.bits != 0 && i < 2;
+    const int width = integers ? dim * o.bits / 32 : o.bits != 0 ? dim / o.group : dim;
+    require(buffers[i].shape() == mx::Shape{keys.shape(0), keys.shape(1), keys.shape(2), width} &&
+                buffers[i].dtype() == (integers ? mx::uint32 : type),
+            "layer: the buffers do not fit");
+  }
+  require(start.ndim() == 1 && start.shape(0) == batch && (!o.count || o.count->shape() == start.shape()) && o.window >= 0,
           "layer: start and count have one value a row");
-  std::vector<array> inputs{x, keys, values, as_type(start, mx::int32)};
-  if (count) inputs.push_back(as_type(*count, mx::int32));
-  auto node = std::make_shared<DecoderLayer>(cpu_stream(), spec, first_slot, window, count.has_value());
-  return array::make_arrays({x.shape(), keys.shape(), keys.shape()}, {x.dtype(), keys.dtype(), keys.dtype()}, node, inputs);
+  require((o.ring > 0) == o.mask.has_value() && o.ring >= 0 && o.ring <= keys.shape(2) && (o.ring == 0 || tokens <= o.ring),
+          "layer: a ring needs a mask, and no more columns than there are");
+  std::vector<array> inputs{x};
+  inputs.insert(inputs.end(), buffers.begin(), buffers.end());
+  inputs.push_back(as_type(start, mx::int32));
+  if (o.count) inputs.push_back(as_type(*o.count, mx::int32));
+  if (o.mask) {
+    require(o.mask->dtype() == mx::bool_ && o.mask->shape() == mx::Shape{batch, 1, tokens, o.ring},
+            "layer: the mask is bool [B, 1, T, ring]");
+    inputs.push_back(*o.mask);
+  }
+  std::vector<mx::Shape> shapes{x.shape()};
+  std::vector<mx::Dtype> types{x.dtype()};
+  for (const array& b : buffers) shapes.push_back(b.shape()), types.push_back(b.dtype());
+  LayerNode node{spec, o.first_slot, o.window, o.ring, o.bits, o.group, o.count.has_value(), o.mask.has_value()};
+  return array::make_arrays(shapes, types, std::make_shared<DecoderLayer>(cpu_stream(), std::move(node)), inputs);
 }
 
 }  // namespace mantou

@@ -11,14 +11,14 @@ enum class Scalar : uint8_t { f32, bf16, f16 };
 
 constexpr size_t size_of(Scalar s) { return s == Scalar::f32 ? 4 : 2; }
 
-inline float bf16_to_float(uint16_t h) {
+static inline float bf16_to_float(uint16_t h) {
   uint32_t u = static_cast<uint32_t>(h) << 16;
   float f;
   std::memcpy(&f, &u, 4);
   return f;
 }
 
-inline float f16_to_float(uint16_t h) {
+static inline float f16_to_float(uint16_t h) {
   uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 1023u, u;
   float f;
   if (exponent == 0) {  // zero or subnormal: mantissa * 2^-24
@@ -30,7 +30,7 @@ inline float f16_to_float(uint16_t h) {
   return f;
 }
 
-inline float to_float(const void* p, size_t i, Scalar s) {
+static inline float to_float(const void* p, size_t i, Scalar s) {
   if (s == Scalar::f32) {
     float f;
     std::memcpy(&f, static_cast<const uint8_t*>(p) + 4 * i, 4);

@@ -54,6 +54,7 @@ MANTOU_INLINE Vf load_bf16(const uint16_t* p) {
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+MANTOU_INLINE Vf widen_u8(__m128i b) { return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(b))}; }
 MANTOU_INLINE Vf round_bf16(Vf a) {
   __m512i u = _mm512_castps_si512(a.v);
   __m512i even = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
@@ -125,6 +126,9 @@ MANTOU_INLINE __m256 widen_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 MANTOU_INLINE Vf load_bf16(const uint16_t* p) { return {widen_bf16(p), widen_bf16(p + 8)}; }
+MANTOU_INLINE Vf widen_u8(__m128i b) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(b)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(b, 8)))};
+}
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -202,6 +206,11 @@ MANTOU_INLINE bool any_nan(Vf a) {
 MANTOU_INLINE Vf load_bf16(const uint16_t* p) {
   MANTOU_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
 }
+MANTOU_INLINE Vf widen_u8(uint8x16_t b) {
+  const uint16x8_t lo = vmovl_u8(vget_low_u8(b)), hi = vmovl_u8(vget_high_u8(b));
+  return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(lo))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(lo))),
+           vcvtq_f32_u32(vmovl_u16(vget_low_u16(hi))), vcvtq_f32_u32(vmovl_u16(vget_high_u16(hi)))}};
+}
 MANTOU_INLINE Vf load_f16(const uint16_t* p) {
   MANTOU_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
 }
@@ -232,6 +241,21 @@ MANTOU_INLINE float reduce_max(Vf a) {
 #endif  // ------------------------------------------------------------------------------ common to all of them
 
 MANTOU_INLINE Vf zero() { return set1(0.0f); }
+
+// Sixteen bytes, or the sixteen half bytes of eight (low half first), as floats.
+#if defined(__x86_64__)
+MANTOU_INLINE Vf load_u8(const uint8_t* p) { return widen_u8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+MANTOU_INLINE Vf load_u4(const uint8_t* p) {
+  const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)), low = _mm_set1_epi8(15);
+  return widen_u8(_mm_unpacklo_epi8(_mm_and_si128(b, low), _mm_and_si128(_mm_srli_epi16(b, 4), low)));
+}
+#else
+MANTOU_INLINE Vf load_u8(const uint8_t* p) { return widen_u8(vld1q_u8(p)); }
+MANTOU_INLINE Vf load_u4(const uint8_t* p) {
+  const uint8x8x2_t b = vzip_u8(vand_u8(vld1_u8(p), vdup_n_u8(15)), vshr_n_u8(vld1_u8(p), 4));
+  return widen_u8(vcombine_u8(b.val[0], b.val[1]));
+}
+#endif
 
 // The first n (< 16) lanes from memory, zero behind them: never reads past the end.
 MANTOU_INLINE Vf load_part(const float* p, int n) {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from mantou.chat.grammar_calls import MAX_CALLS, Tool, calls, trigger
 from mantou.chat.grammar_lark import ANYTHING, Lark
+from mantou.chat.grammar_regex import check_regex
 from mantou.chat.grammar_schema import bounded
 from mantou.chat.reasoning import ReasoningFormat
 from mantou.chat.tokenizer import Tokenizer
@@ -204,6 +205,7 @@ def _content(lark: Lark, wish: Grammar) -> str:
         case "regex":
             from llguidance import regex_to_lark
 
+            check_regex(wish.source, wish.param)
             return lark.terminal(regex_to_lark(_unanchored(wish.source), ""))
         case "choice":
             texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(wish.source)]
@@ -216,12 +218,14 @@ def _as_lark(wish: Grammar) -> str:
     """Lark as it is; GBNF, which has ::= in it, translated."""
     if "::=" not in wish.source:
         return wish.source
-    from llguidance.gbnf_to_lark import gbnf_to_lark
+    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
     try:
         return gbnf_to_lark(wish.source)
-    except (ValueError, KeyError, IndexError, RecursionError, AssertionError) as error:
-        raise BadRequest(f"{wish.param} is not GBNF that can be read: {error}", param=wish.param) from None
+    except (GbnfToLarkError, RecursionError) as error:
+        raise BadRequest(
+            f"{wish.param} is not GBNF that can be read: {_reason(str(error))}", param=wish.param
+        ) from None
 
 
 def _unanchored(regex: str) -> str:

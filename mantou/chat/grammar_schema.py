@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from mantou.chat.grammar_regex import check_regex
 from mantou.errors import BadRequest
 
 Schema = dict[str, Any]
@@ -112,6 +113,9 @@ class _Bounds:
         node = {key: entry for key, entry in cast("Schema", value).items() if self._known(key, entry, path)}
         merged = merged or path in self._merged
         self._check_bools(node, path)
+        for pattern in (node.get("pattern"), *_keys(node.get("patternProperties"))):
+            if isinstance(pattern, str):
+                check_regex(pattern, self._param)
         parts = self._parts(node, path, merged=merged)
         if merged or any(key in node for key in _COMBINE) or "enum" in node or "const" in node:
             return node | parts
@@ -235,6 +239,10 @@ class _Bounds:
     def _wrong(self, path: str, what: str) -> BadRequest:
         place = f" at {path[:200]}" if path else ""
         return BadRequest(f"{self._param} has{place} {what}.", param=self._param)
+
+
+def _keys(value: Any) -> tuple[Any, ...]:
+    return tuple(cast("Schema", value)) if isinstance(value, dict) else ()
 
 
 def _number(node: Schema, key: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mantou.kv.geometry import Geometry
+from mantou.kv.geometry import Geometry, WriteRows, no_write_rows
 from mantou.kv.layouts import Layout
 from mantou.kv.pieces import Packing, Parts, Piece, State, Unpacking, host_is_device, states, to_host
 from mantou.kv.tape import make_current
@@ -56,7 +56,9 @@ class KVBatch:
         mask_axes: int = 4,
         span_step: int = 1,
         arrange: Arrange = lambda layouts: layouts,
+        write_rows: WriteRows = no_write_rows,
     ) -> None:
+        self._write_rows = write_rows
         self._make_layouts = make_layouts
         self._arrange = arrange
         self._array_offsets = array_offsets
@@ -116,6 +118,7 @@ class KVBatch:
             mask_axes=self._mask_axes,
             span_step=self._span_step,
             rewindable=rewindable,
+            write_rows=self._write_rows,
         )
         capacity = self._capacity(max(starts) + group.width)
         for layer in self.layers:

@@ -5,11 +5,19 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from mantou.protocols import Group
+
+WriteRows = Callable[[mx.array, mx.array, mx.array, mx.array | None, int, int], mx.array | None]
+
+
+def no_write_rows(
+    buffer: mx.array, rows: mx.array, start: mx.array, count: mx.array | None, first_slot: int, ring: int
+) -> None:
+    """See DeviceOps.write_rows."""
 
 
 class Geometry:
@@ -24,7 +32,9 @@ class Geometry:
         mask_axes: int = 4,
         span_step: int = 1,
         rewindable: bool = False,
+        write_rows: WriteRows = no_write_rows,
     ) -> None:
+        self.write_rows = write_rows
         self.group = group
         self.rewindable = rewindable
         self.starts = tuple(starts)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.lending import Loan, fitted
+from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.kv.plan import LayerCodec
 
@@ -80,8 +80,8 @@ class Layout(Protocol):
     def nbytes(self) -> int: ...
 
 
-def _write(buffer: mx.array, new: mx.array, geometry: Geometry, columns: mx.array | int, lo: int) -> mx.array:
-    """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
+def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) -> mx.array:
+    """buffer[lo + row, :, column] = new[row, :, t], in MLX operations."""
     rows, _, width, _ = new.shape
     new = new.astype(buffer.dtype)
     if isinstance(columns, int):
@@ -138,18 +138,25 @@ class Columns:
             grown.append(mx.pad(parts[i], [(0, 0), (0, 0), (0, missing), (0, 0)]))
         return tuple(grown)
 
-    def _store(self, keys: mx.array, values: mx.array, columns: mx.array | int) -> None:
+    def _store(self, keys: mx.array, values: mx.array, ring: int) -> None:
         self._dtype = keys.dtype
         packed_keys, packed_values = self.codec.keys.pack(keys), self.codec.values.pack(values)
         self.keys = self._grown(self.keys, packed_keys)
         self.values = self._grown(self.values, packed_values)
-        lo = self.geometry.group.lo
-        self.keys = tuple(
-            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.keys, packed_keys, strict=True)
-        )
+        self.keys = tuple(self._written(b, n, ring) for b, n in zip(self.keys, packed_keys, strict=True))
         self.values = tuple(
-            _write(b, n, self.geometry, columns, lo) for b, n in zip(self.values, packed_values, strict=True)
+            self._written(b, n, ring) for b, n in zip(self.values, packed_values, strict=True)
         )
+
+    def _written(self, buffer: mx.array, new: mx.array, ring: int) -> mx.array:
+        """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
+        g = self.geometry
+        if g.uniform and not ring:
+            return _write(buffer, new, g.longest, g.group.lo)
+        done = g.write_rows(buffer, new.astype(buffer.dtype), g.offsets, g.lengths, g.group.lo, ring)
+        if done is not None:
+            return done
+        return _write(buffer, new, g.positions % ring if ring else g.positions, g.group.lo)
 
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         self._span = span
@@ -168,23 +175,33 @@ class Columns:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
         return self._fetch(self._span)
 
-    def _loan(self, x: mx.array, own_mask: bool, kv_heads: int, head_dim: int, window: int) -> Loan | None:
-        g = self.geometry
-        if not (own_mask and self.codec.raw) or (g.num_rows, g.width) != tuple(x.shape[:2]):
+    def _loan(
+        self,
+        x: mx.array,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        ring: int = 0,
+        mask: mx.array | None = None,
+    ) -> Loan | None:
+        g, groups = self.geometry, groups_of(self.codec.keys, head_dim)
+        if groups is None or groups != groups_of(self.codec.values, head_dim):
+            return None
+        if (g.num_rows, g.width) != tuple(x.shape[:2]):
             return None
         # While a prefix is copied in, in parts, one of the two may have grown already.
         columns = max([self.capacity, *(part.shape[2] for part in (*self.keys, *self.values))])
-        shape = (self.num_slots, kv_heads, columns, head_dim)
-        keys, values = fitted(self.keys, shape, x.dtype), fitted(self.values, shape, x.dtype)
+        lead, widths = (self.num_slots, kv_heads, columns), part_shapes(groups, head_dim, x.dtype)
+        keys, values = fitted(self.keys, lead, widths), fitted(self.values, lead, widths)
         if keys is None or values is None:
             return None
         self.keys = self.values = ()
-        return Loan(keys, values, g.offsets, g.lengths, g.group.lo, window)
+        self._span = self.span
+        return Loan(keys, values, groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
 
-    def take_back(self, keys: mx.array, values: mx.array) -> None:
-        """Ends a loan: the buffers with this forward's tokens in them."""
-        self.keys, self.values = (keys,), (values,)
-        self._dtype, self._span = keys.dtype, min(self.geometry.span, self.capacity)
+    def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
+        """Ends a loan: the buffers with this forward's tokens in them, and the type of what was stored."""
+        self.keys, self.values, self._dtype = keys, values, dtype
 
     def resize(self, num_slots: int) -> None:
         def fit(part: mx.array) -> mx.array:
@@ -258,8 +275,7 @@ class FullRows(Columns):
         self.capacity = max(self.capacity, capacity)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        g = self.geometry
-        self._store(keys, values, g.longest if g.uniform else g.positions)
+        self._store(keys, values, 0)
         return self._fetch(self.span)
 
     def make_mask(
@@ -280,10 +296,10 @@ class FullRows(Columns):
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
         """The buffers for a primitive over hidden states x [rows, width, ...], or None where only the layout can store
-        and mask: another codec, or a mask that the graph made on its own.
+        and mask: a codec that nobody else knows, or a mask that the graph made on its own.
         """
         own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(self.geometry.span, 0)
-        return self._loan(x, own, kv_heads, head_dim, 0)
+        return self._loan(x, kv_heads, head_dim, 0) if own else None
 
 
 class WindowRing(Columns):
@@ -305,11 +321,10 @@ class WindowRing(Columns):
             self.capacity = self.size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        g = self.geometry
         if self._wrapped:
-            self._store(keys, values, g.positions % self.size)
+            self._store(keys, values, self.size)
         else:
-            self._store(keys, values, g.longest if g.uniform else g.positions)
+            self._store(keys, values, 0)
         return self._fetch(self.span)
 
     @property
@@ -340,11 +355,14 @@ class WindowRing(Columns):
         self._filled(slot, rows, self.size if num_tokens > self.size else min(capacity, self.size))
 
     def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
-        """As for full rows, until the ring wraps and columns are not positions any more."""
+        """As for full rows. A wrapped ring is lent with its mask, because columns are not positions any more."""
+        g = self.geometry
         if self._wrapped:
-            return None
-        own = not isinstance(mask, mx.array) or mask is self.geometry.causal_mask(self.span, self.window)
-        return self._loan(x, own, kv_heads, head_dim, self.window)
+            ring_mask = g.ring_mask(self.size, self.window)
+            own = mask is ring_mask and ring_mask.ndim == 4
+            return self._loan(x, kv_heads, head_dim, 0, self.size, ring_mask) if own else None
+        own = not isinstance(mask, mx.array) or mask is g.causal_mask(self.span, self.window)
+        return self._loan(x, kv_heads, head_dim, self.window) if own else None
 
 
 Rows = FullRows | WindowRing

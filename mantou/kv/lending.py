@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mantou.kv.pieces import Parts
+from mantou.protocols import KVCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Parts that a primitive may read and write itself: groups with MLX's affine layout; bits 0 = plain values."""
+
+    bits: int = 0
+    group_size: int = 0
+
+
+def groups_of(codec: KVCodec, head_dim: int) -> Groups | None:
+    """None where only the codec can read and write its parts."""
+    if codec.raw:
+        return Groups()
+    bits, most = codec.affine or (0, 0)
+    fitting = [size for size in (128, 64, 32) if size <= most and head_dim % size == 0]
+    return Groups(bits, fitting[0]) if bits in (4, 8) and fitting else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,23 +36,37 @@ class Loan:
     `take_back`.
     """
 
-    keys: mx.array  # [slots, kv_heads, capacity, head_dim]
-    values: mx.array
+    keys: Parts  # each [slots, kv_heads, capacity, ...]; one part, or integers, scales and biases
+    values: Parts
+    groups: Groups
     start: mx.array  # int32[rows], positions held before this forward
     count: mx.array | None  # int32[rows] real tokens, None = all
     first_slot: int
     window: int  # 0 = unlimited
+    # Position p is in column p % ring, and the mask bool[rows, 1, width, ring] says what is seen; 0 = in column p.
+    ring: int = 0
+    mask: mx.array | None = None
 
 
-def fitted(parts: Parts, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> mx.array | None:
-    """The one buffer with at least shape[2] columns, contents kept; None if it holds something else."""
-    if not parts:
-        return mx.zeros(shape, dtype)
-    (buffer,) = parts
-    have = buffer.shape[2]
-    if buffer.dtype != dtype or (*buffer.shape[:2], buffer.shape[3]) != (*shape[:2], shape[3]):
+def part_shapes(groups: Groups, head_dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
+    """Width and type of each part's last axis."""
+    if not groups.bits:
+        return [(head_dim, dtype)]
+    per_group = head_dim // groups.group_size, dtype
+    return [(head_dim * groups.bits // 32, mx.uint32), per_group, per_group]
+
+
+def fitted(parts: Parts, lead: tuple[int, int, int], widths: Sequence[tuple[int, mx.Dtype]]) -> Parts | None:
+    """The buffers with at least lead[2] columns, contents kept; None if they hold something else."""
+    if parts and [(p.shape[0], p.shape[1], p.shape[3], p.dtype) for p in parts] != [
+        (*lead[:2], width, dtype) for width, dtype in widths
+    ]:
         return None
-    if have >= shape[2]:
-        return buffer
-    pad = mx.zeros((*shape[:2], shape[2] - have, shape[3]), dtype)
-    return mx.concatenate([buffer, pad], axis=2)
+    if not parts:
+        return tuple(mx.zeros((*lead, width), dtype) for width, dtype in widths)
+    have = parts[0].shape[2]
+    if have >= lead[2]:
+        return parts
+    return tuple(
+        mx.concatenate([p, mx.zeros((*lead[:2], lead[2] - have, p.shape[3]), p.dtype)], axis=2) for p in parts
+    )

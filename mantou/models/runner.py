@@ -11,6 +11,7 @@ import numpy as np
 
 from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
+from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.recurrent import RecurrentState
 from mantou.models import tape
 from mantou.models.device import release_thread
@@ -45,6 +46,7 @@ class Runner:
         max_width: int = 512,
         span_step: int = 1,
         ring_slack: int = RING_SLACK,
+        write_rows: WriteRows = no_write_rows,
     ) -> None:
         family, shapes = model.family, model.shapes
         self.model = model
@@ -61,6 +63,7 @@ class Runner:
             mask_axes=family.mask_axes,
             span_step=span_step,
             arrange=lambda layouts: arrange(shapes, layouts),
+            write_rows=write_rows,
         )
         self._selection: Selection | None = install(model.module)
         if self.recurrent:

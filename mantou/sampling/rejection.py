@@ -74,8 +74,8 @@ class RejectionSampler(DeviceSampler):
         mask = constraint_mask(allowed, logits.shape) if allowed else None
         where = mx.array([list(row) for row in positions], dtype=mx.uint32)
         if not any(len(draft) > draft.num_sure for draft in drafts):
-            return sample(logits, params, where, history, mask)
-        logits = processed(logits, params, history, mask)
+            return sample(logits, params, where, history, mask, self._device_draw)
+        logits = processed(logits, params, history, mask).astype(mx.float32)
         shape = (logits.shape[0], logits.shape[1])
         tokens = np.full(shape, -1, np.int32)
         proposed: list[mx.array] = []

@@ -7,7 +7,7 @@ are the same whichever stages its neighbours switch on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,13 @@ class Draw:
     def arrays(self) -> list[mx.array]:
         found = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
         return [array for array in found if array is not None]
+
+
+DeviceDraw = Callable[[mx.array, RowParams, mx.array | None], Sequence[mx.array] | None]
+
+
+def no_device_draw(logits: mx.array, params: RowParams, positions: mx.array | None) -> None:
+    """See DeviceOps.draw."""
 
 
 def _tone_curve(logits: mx.array, params: RowParams) -> mx.array:
@@ -76,7 +83,10 @@ def constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int
 
 
 class DeviceSampler:
-    """The Sampler seam over `make_params` and `sample`."""
+    """The Sampler seam over `make_params` and `sample`; `device_draw` is the device's own last stage, if it has one."""
+
+    def __init__(self, device_draw: DeviceDraw = no_device_draw) -> None:
+        self._device_draw = device_draw
 
     def wants_history(self, sampling: Sampling) -> bool:
         return wants_history(sampling)
@@ -96,7 +106,7 @@ class DeviceSampler:
     ) -> Draw:
         where = mx.array([list(row) for row in positions], dtype=mx.uint32) if params.any_sampled else None
         mask = constraint_mask(allowed, logits.shape) if allowed else None
-        return sample(logits, params, where, history, mask)
+        return sample(logits, params, where, history, mask, self._device_draw)
 
     def propose(
         self, logits: mx.array, params: RowParams, positions: Sequence[Sequence[int]]
@@ -111,6 +121,7 @@ def sample(
     positions: mx.array | None,
     history: History = (),
     mask: mx.array | None = None,
+    device_draw: DeviceDraw = no_device_draw,
 ) -> Draw:
     """Draws one token for each row and position.
 
@@ -119,7 +130,10 @@ def sample(
     constraints allow.
     """
     logits = processed(logits, params, history, mask)
-    scores = logits
+    drawn = device_draw(logits, params, positions)
+    if drawn is not None:
+        return Draw(*drawn)
+    logits = scores = logits.astype(mx.float32)
     if params.any_sampled:
         assert positions is not None, "a sampled row's noise is keyed by position"
         scores = _scores(logits, params, positions)
@@ -127,8 +141,9 @@ def sample(
 
 
 def processed(logits: mx.array, params: RowParams, history: History, mask: mx.array | None) -> mx.array:
-    """float32 logits after bias, penalties and constraints: what log-probabilities are of."""
-    logits = logits.astype(mx.float32)
+    """Logits after bias, penalties and constraints, float32 where there are any: what log-probabilities are of."""
+    if params.any_bias or params.any_history or mask is not None:
+        logits = logits.astype(mx.float32)
     if params.any_bias:
         logits = apply_bias(logits, params)
     if params.any_history:
@@ -145,6 +160,7 @@ def finished(tokens: mx.array, logits: mx.array, params: RowParams) -> Draw:
     if not params.max_logprobs:
         return Draw(tokens, chosen)
     best = mx.argpartition(-logprobs, kth=params.max_logprobs - 1, axis=-1)[..., : params.max_logprobs]
+    best = mx.sort(best, axis=-1)  # so that ties stand in the order of their tokens
     values = mx.take_along_axis(logprobs, best, axis=-1)
     order = mx.argsort(-values, axis=-1)
     top = mx.take_along_axis(best, order, axis=-1).astype(mx.int32)

@@ -11,10 +11,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mantou import build, cli
 from mantou.api import server
-from mantou.chat.template import ChatTemplate
 from mantou.config import Config
 from mantou.data import ModelInfo, Request
 from mantou.engine.step import Step
@@ -32,12 +32,10 @@ class PlantedFaults:
         return Exploding(after=3) if request.session == FAULT else None
 
 
-def _planted_step(
-    hold: bool, folder: Path, config: Config, template: ChatTemplate | None = None
-) -> tuple[Step, ModelInfo]:
+def _planted_step(hold: bool, folder: Path, config: Config, *others: Any) -> tuple[Step, ModelInfo]:
     if hold:
         sys.stdin.readline()
-    step, info = _load_step(folder, config, template)
+    step, info = _load_step(folder, config, *others)
     step.axes = replace(step.axes, constraints=PlantedFaults())
     return step, info
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import ENDLESS, PLANTED
-from tests.real import DEADLINE_S, Server, events, serving, starter_folder
+from tests.real import DEADLINE_S, Server, events, eventually, serving, starter_folder
 
 TEXT = "/v1/completions"
 SHORT = {"prompt": "the fox", "temperature": 0, "max_tokens": 8}
@@ -105,3 +105,40 @@ def test_the_starter_answers(tmp_path: Any) -> None:
     text = whole["choices"][0]["message"]["content"]
     assert "Paris" in text
     assert "".join(delta.get("content") or "" for delta in deltas) == text
+
+
+def test_sigterm_drains_new_requests_are_told_to_come_back(serve: Callable[..., Server]) -> None:
+    server = serve("--drain-timeout", "120").ready()
+    body = {**SHORT, "stream": True, "max_tokens": ENDLESS}
+    with server.http.stream("POST", TEXT, json=body, headers={"x-request-id": "long"}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.http.get("/ready").status_code == 503, "the server is not ready any more")
+        assert server.http.get("/health").status_code == 200
+        refused = server.http.post(TEXT, json=SHORT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert int(refused.headers["retry-after"]) > 0
+        assert next(lines) is not None, "what runs goes on"
+        server.http.post("/v1/requests/long/cancel").raise_for_status()
+        *_, last = events(lines)
+    assert last["error"]["code"] == "request_cancelled"
+    assert server.wait() == -signal.SIGTERM, "with nothing left to do it ends long before the timeout"
+    assert "Traceback" not in server.log
+
+
+def test_a_second_signal_ends_at_once(serve: Callable[..., Server]) -> None:
+    server = serve("--drain-timeout", "3600").ready()
+    body = {**SHORT, "stream": True, "max_tokens": ENDLESS}
+    with server.http.stream("POST", TEXT, json=body) as answer:
+        next(answer.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.http.get("/ready").status_code == 503, "the first signal was heard")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
+
+
+def test_other_machines_need_a_key(serve: Callable[..., Server]) -> None:
+    server = serve("--host", "0.0.0.0")
+    assert server.wait() == 1
+    assert "--insecure-no-auth" in server.log

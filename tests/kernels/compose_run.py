@@ -6,9 +6,12 @@ Prints one line a cell that differs, then `N cells, M differences`.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from mantou.models.load import describe
 from mantou.models.ops.cpu import CpuOps
+from mantou.models.runner import Runner
+from mantou.sampling.sampler import DeviceSampler
 from tests.compose import harness
 from tests.compose.axes import AXES, MIXED, combinations
 from tests.compose.drafts import make_provider
@@ -22,10 +25,13 @@ ARRIVALS = {"r1": 2, "r2": 3, "r3": 9, "r4": 11, "r5": 11}
 def with_kernels(family: str) -> None:
     """Puts the model with the kernels installed where the harness looks for it."""
     module = tiny(family)
-    notes = CpuOps().install(module)
+    ops = CpuOps()
+    notes = ops.install(module)
     print(family, *notes, flush=True)
     loaded = describe(module, FAMILIES[family], harness.capabilities(family))
     harness.model = lambda name, seed=0: loaded
+    harness.Runner = partial(Runner, write_rows=ops.write_rows)
+    harness.DeviceSampler = lambda: DeviceSampler(ops.draw)
 
 
 def cells(family: str, seed: int) -> tuple[int, int]:

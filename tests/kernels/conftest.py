@@ -23,7 +23,7 @@ if BUILT:
 
     def _instruction_sets() -> list[str]:
         best, runnable = kernels.select_kernels(), []
-        for name in ("avx512", "avx2", "neon"):
+        for name in ("avx512", "avx_vnni", "avx2", "neon"):
             try:
                 kernels.select_kernels(name)
             except ValueError:

@@ -128,6 +128,19 @@ def test_kv_write_donates_and_checks() -> None:
             )
 
 
+def test_kv_write_finds_slots_and_goes_round_rings() -> None:
+    for dtype in (mx.float32, mx.bfloat16, mx.uint32):
+        buffer, rows = mx.zeros((4, 2, 10, 8), dtype), (mx.arange(96) + 1).reshape(2, 2, 3, 8).astype(dtype)
+        got = kernels.kv_write(buffer, rows, mx.array([17, 3]), mx.array([3, 2]), first_slot=1, ring=9)
+        want = np.zeros((4, 2, 10, 8), np.float32)
+        for b, t, column in ((0, 0, 8), (0, 1, 0), (0, 2, 1), (1, 0, 3), (1, 1, 4)):
+            want[1 + b, :, column] = np.array(rows.astype(mx.float32))[b, :, t]
+        assert np.array_equal(np.array(got.astype(mx.float32)), want)
+    for more in ({"first_slot": 3}, {"first_slot": -1}, {"ring": 11}, {"ring": 2}):
+        with pytest.raises(ValueError, match="kv_write"):
+            kernels.kv_write(buffer, rows, mx.array([0, 0]), **more)
+
+
 def test_wrong_shapes_are_errors() -> None:
     q, k, v = inputs(SHAPES[1])
     cases = [

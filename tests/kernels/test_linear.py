@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import mantou_kernels as kernels
 import mlx.core as mx
 import numpy as np
@@ -219,3 +221,22 @@ def test_wrong_values_are_errors_at_evaluation() -> None:
         with pytest.raises(RuntimeError, match="mantou_kernels"):
             mx.eval(case())
     assert mx.array_equal(mx.array([1]) + 1, mx.array([2]))  # the stream still works
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_avx_vnni_has_the_bits_of_avx2(bits: int) -> None:
+    """Both add the same integers, in other instructions; where the chip has no AVX-VNNI both runs are AVX2."""
+    best, found = kernels.select_kernels(), []
+    packed, _, _ = quantised(48, 256, bits, 64)
+    try:
+        for name in ("avx2", "avx_vnni"):
+            with suppress(ValueError):
+                kernels.select_kernels(name)
+            found.append(
+                [kernels.linear(ref.normal(m, 256), packed, planes=p) for m in (1, 5, 16) for p in (1, 2)]
+            )
+            mx.eval(found[-1])
+    finally:
+        kernels.select_kernels(best)
+    for one, other in zip(*found, strict=True):
+        assert mx.array_equal(one, other)

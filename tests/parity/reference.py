@@ -1,6 +1,7 @@
-"""What mlx_lm and transformers make of a model folder: `python -m tests.parity.reference FOLDER OUT`. Knows no mantou.
+"""What mlx_lm and transformers make of a model folder: `python -m tests.parity.reference FOLDER OUT CASE...`.
 
-It runs in a process of its own, because mantou's kernels replace parts of mlx_lm in theirs.
+Knows no mantou. It runs in a process of its own, because mantou's kernels replace parts of mlx_lm in theirs; stock MLX
+uses one core, so several processes share the cases.
 """
 
 from __future__ import annotations
@@ -36,21 +37,18 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any) -> tuple[list[int], np
     return tokens, np.array(chosen, np.float32), np.array(logits)
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, *cases: str) -> None:
+    """Writes CASE.json and CASE.npz into `out` for each case: a conversation's name, or `kv8`."""
     model, tokenizer = load(folder)
-    lists: dict[str, Any] = {}
-    arrays: dict[str, np.ndarray] = {}
-    for name, conversation in CONVERSATIONS.items():
-        prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
-        run = greedy(model, prompt, make_prompt_cache(model))
-        tokens, arrays[f"{name}/logprobs"], arrays[f"{name}/prefill"] = run
-        lists[name] = {"prompt": list(prompt), "tokens": tokens}
-    quantized = [QuantizedKVCache(group_size=64, bits=8) for _ in model.layers]
-    run = greedy(model, lists[KV8]["prompt"], quantized)
-    tokens, arrays["kv8/logprobs"], arrays["kv8/prefill"] = run
-    lists["kv8"] = {"prompt": lists[KV8]["prompt"], "tokens": tokens}
-    np.savez(Path(out) / "arrays.npz", **arrays)
-    (Path(out) / "lists.json").write_text(json.dumps(lists), "utf-8")
+    for case in cases:
+        conversation = CONVERSATIONS[KV8 if case == "kv8" else case]
+        prompt = list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True))
+        quantized = [QuantizedKVCache(group_size=64, bits=8) for _ in model.layers]
+        tokens, logprobs, prefill = greedy(
+            model, prompt, quantized if case == "kv8" else make_prompt_cache(model)
+        )
+        np.savez(Path(out) / f"{case}.npz", logprobs=logprobs, prefill=prefill)
+        (Path(out) / f"{case}.json").write_text(json.dumps({"prompt": prompt, "tokens": tokens}), "utf-8")
 
 
 if __name__ == "__main__":

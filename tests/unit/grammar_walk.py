@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
 from mantou.chat.grammar import Grammars, Setting
+from mantou.chat.grammar_constraint import GrammarConstraint
 from mantou.chat.tokenizer import Tokenizer
 from mantou.data import Grammar, Request, Sampling
 
 _CLOSERS = ('"', "]", "}")
 
 
-def constraint(grammars: Grammars, wish: Grammar | None, setting: Setting | None = None):
+def constraint(grammars: Grammars, wish: Grammar | None, setting: Setting | None = None) -> GrammarConstraint:
     text = grammars.write(wish, setting or Setting())
-    return grammars.make(Request("r", (1,), Sampling(), grammar=text))
+    found = grammars.make(Request("r", (1,), Sampling(), grammar=text))
+    assert found is not None
+    return found
 
 
-def walk(tokenizer: Tokenizer, found, dice: random.Random, most: int = 3000) -> tuple[list[int], str]:
-    """Tokens until the end of sequence, and their text with markup. Closes strings and lists often, so that it ends."""
+def walk(
+    tokenizer: Tokenizer,
+    found: GrammarConstraint,
+    dice: random.Random,
+    *,
+    most: int = 3000,
+    hints: Sequence[str] = (),
+) -> tuple[list[int], str]:
+    """Tokens until the end of sequence, and their text with markup. Closes strings and lists often, so that it ends.
+
+    hints: longer texts that it tries to write now and then, because chance would not find them.
+    """
     closers = [tokenizer.encode(char, add_special_tokens=False)[0] for char in _CLOSERS]
+    longer = [tokenizer.encode(hint, add_special_tokens=False) for hint in hints]
     tokens: list[int] = []
+    planned: list[int] = []
     while len(tokens) < most:
         mask = found.mask()
         allowed = np.flatnonzero(mask)
@@ -30,9 +46,13 @@ def walk(tokenizer: Tokenizer, found, dice: random.Random, most: int = 3000) -> 
         closing = [token for token in closers if mask[token]]
         if ends and (len(ends) == len(allowed) or dice.random() < 0.5):
             return tokens, text_of(tokenizer, tokens)
-        token = int(
-            dice.choice(closing if closing and dice.random() < 0.3 else [t for t in allowed if t not in ends])
-        )
+        if not planned and longer and dice.random() < 0.2:
+            planned = list(dice.choice(longer))
+        if planned and mask[planned[0]]:
+            token = planned.pop(0)
+        else:
+            others = [token for token in allowed if token not in ends]
+            token, planned = int(dice.choice(closing if closing and dice.random() < 0.3 else others)), []
         tokens.append(token)
         found.advance(token)
     raise AssertionError(f"no end: {text_of(tokenizer, tokens)[:200]}")

@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.errors import ConfigError
+from mantou.models.ops import openblas
 from mantou.models.ops.plain import PlainOps
 from mantou.protocols import DeviceOps
 
@@ -23,11 +25,16 @@ def cpu_ops(
     if activations not in _PLANES:
         raise ConfigError(f"--cpu-activations takes exact or int8, not {activations!r}.")
     if environ.get("MANTOU_CPU_KERNELS", "1") == "0":
-        return PlainOps("CPU kernels are off (MANTOU_CPU_KERNELS=0): plain MLX, slow")
+        return PlainOps(f"CPU kernels are off (MANTOU_CPU_KERNELS=0): {_plain()}")
     reason = unusable()
     if reason is not None:
-        return PlainOps(f"CPU kernels are not in use ({reason}): plain MLX, slow")
+        return PlainOps(f"CPU kernels are not in use ({reason}): {_plain()}")
     return CpuOps(threads=threads, planes=_PLANES[activations])
+
+
+def _plain() -> str:
+    library = openblas.in_force()
+    return f"plain MLX, float products on OpenBLAS ({library})" if library else "plain MLX, slow"
 
 
 _verdict: list[str | None] = []  # of this process; filled once
@@ -82,6 +89,40 @@ class CpuOps:
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
+
+    def write_rows(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+    ) -> mx.array:
+        from mantou.models.ops.extension import kernels
+
+        return kernels.kv_write(buffer, rows, start, count, first_slot=first_slot, ring=ring)
+
+    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+        """All stages but XTC and the tone curve (rare, and a softmax of their own)."""
+        from mantou.models.ops.extension import kernels
+
+        num_top = params.max_logprobs
+        if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
+            return None
+        if positions is None:  # nothing is sampled
+            positions = mx.zeros(logits.shape[:2], mx.uint32)
+        return kernels.draw(
+            logits,
+            sampled=params.sampled,
+            inverse_temperature=params.inverse_temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p_log=params.min_p_log,
+            seed_words=params.words,
+            positions=positions,
+            num_top=num_top,
+        )
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""

@@ -47,13 +47,19 @@ class FusedLayer(nn.Module):
             loan = lend(x, mask, self._kv_heads, self._head_dim)
         if loan is None:
             return self.block(x, mask=mask, cache=cache, **more)
-        keys, values, start, count = loan.keys, loan.values, loan.start, loan.count
-        first_slot, window = loan.first_slot, loan.window
-        del loan  # the primitive must be the only one that holds the buffers: it writes in place
-        y, keys, values = kernels.layer(
-            x, self._layer, keys, values, start, count=count, first_slot=first_slot, window=window
+        # The primitive must be the only one that holds the buffers: it writes in place.
+        keys, values = [loan.keys[0]], [loan.values[0]]
+        scales = [*loan.keys[1:], *loan.values[1:]]
+        where = {"count": loan.count, "mask": loan.mask, "first_slot": loan.first_slot, "window": loan.window}
+        how = {"ring": loan.ring, "bits": loan.groups.bits, "group": loan.groups.group_size}
+        start = loan.start
+        del loan
+        y, key, value, *rest = kernels.layer(
+            x, self._layer, keys.pop(), values.pop(), start, scales=scales, **where, **how
         )
-        cache.take_back(keys, values)
+        del scales
+        half = len(rest) // 2
+        cache.take_back((key, *rest[:half]), (value, *rest[half:]), self._dtype)
         return y
 
     def __getattr__(self, name: str) -> Any:

@@ -169,9 +169,32 @@ def _scan_cases() -> Iterator[Case]:
     yield "ssm", _EXACT, lambda: (ssm_kernel(), ssm_steps())
 
 
+def _draw_cases() -> Iterator[Case]:
+    if not kernels.draws_like_mlx:
+        return
+    logits = _normal(2, 1, 3000) * 5
+    row, off = mx.zeros((2, 1, 1)), mx.full((2, 1, 1), 1 << 30, dtype=mx.int32)
+    tokens, logprobs, best, _ = kernels.draw(
+        logits,
+        sampled=row > 0,
+        inverse_temperature=row + 1,
+        top_p=row + 1,
+        top_k=off,
+        min_p_log=row - mx.inf,
+        seed_words=mx.zeros((2, 2), mx.uint32),
+        positions=mx.zeros((2, 1), mx.uint32),
+        num_top=3,
+    )
+    order = mx.argsort(-logits, axis=-1)[..., :3].astype(mx.int32)
+    highest = logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
+    yield "draw", 0.0, lambda: (mx.concatenate([tokens[..., None], best], axis=-1), order[..., [0, 0, 1, 2]])
+    yield "log-probabilities", 0.0, lambda: (logprobs, highest)
+
+
 def self_test(plain: MxFast = PLAIN) -> str | None:
     """None when every primitive agrees with plain MLX, else one clause that names the first which does not."""
     cases = [*_linear_cases(), *_expert_cases(), *_row_cases(plain), *_attention_cases(plain), *_scan_cases()]
+    cases.extend(_draw_cases())
     for name, limit, run in cases:
         ours, theirs = run()
         error = _error(ours, theirs)
