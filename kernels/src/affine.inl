@@ -26,7 +26,7 @@ MANTOU_INLINE Vf load_scales(const uint8_t* p, Scalar s) {
 
 // The 32 integers of one unit, and its scale and sum. Not-a-number and infinity must not turn into plausible
 // integers: they make the whole unit not-a-number.
-MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) {
+[[maybe_unused]] MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) {
   Vf a = load(x), b = load(x + 16);
   const float largest = reduce_max(max(abs(a), abs(b)));
   if (any_nan(a) || any_nan(b) || largest > 3.4028234e38f) {
@@ -48,13 +48,51 @@ MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) 
   return {scale, scale * static_cast<float>(sum)};
 }
 
+#if defined(__AVX512F__)
+
+// Quantises one unit straight into its tile bytes: what quantise_unit and the loop below give, in vectors.
+MANTOU_INLINE UnitScale prepare_unit(const float* x, int planes, uint8_t* out) {
+  const Vf a = load(x), b = load(x + 16);
+  const float largest = reduce_max(max(abs(a), abs(b)));
+  if (any_nan(a) || any_nan(b) || largest > 3.4028234e38f) {
+    _mm512_storeu_si512(out, _mm512_setzero_si512());
+    return {NAN, NAN};
+  }
+  const float limit = planes == 1 ? 127.0f : 32512.0f;
+  const Vf inverse = set1(largest > 1e-30f ? limit / largest : 0.0f);
+  const __m512i qa = _mm512_cvtps_epi32(mul(a, inverse).v), qb = _mm512_cvtps_epi32(mul(b, inverse).v);
+  const auto keep = [&](int at, __m512i q) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), _mm512_cvtepi32_epi8(q));
+  };
+  if (planes == 1) {
+    keep(0, qa), keep(16, qb);
+  } else {
+    const __m512i half = _mm512_set1_epi32(128);
+    keep(0, _mm512_srai_epi32(_mm512_add_epi32(qa, half), 8));
+    keep(16, _mm512_srai_epi32(_mm512_add_epi32(qb, half), 8));
+    keep(32, qa), keep(48, qb);  // the low byte as it is: q - 256 * high, modulo 256
+  }
+  const float scale = largest / limit;
+  return {scale, scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb)))};
+}
+
+static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
+  UnitScale* scales = tile_scales(l, tokens, tile);
+  for (int u = 0; u < l.k / kUnit; ++u) {
+    const size_t at = static_cast<size_t>(u) * tokens + token;
+    scales[at] = prepare_unit(row + u * kUnit, planes, tile + at * 64);
+  }
+}
+
+#else
+
 static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
   UnitScale* scales = tile_scales(l, tokens, tile);
   alignas(64) int32_t q[32];
   for (int u = 0; u < l.k / kUnit; ++u) {
     scales[static_cast<size_t>(u) * tokens + token] = quantise_unit(row + u * kUnit, planes, q);
     uint8_t* out = tile + (static_cast<size_t>(u) * tokens + token) * 64;
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__ARM_NEON)
     auto* bytes = reinterpret_cast<int8_t*>(out);
     if (planes == 1) {
       for (int i = 0; i < 32; ++i) bytes[i] = static_cast<int8_t>(q[i]);
@@ -74,6 +112,8 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
 #endif
   }
 }
+
+#endif
 
 #if defined(__AVX512F__)
 

@@ -68,9 +68,14 @@ class Panel {
     tile_bytes_ = (tile_bytes(layout_, kMaxTile) + 63) / 64 * 64;
     static thread_local Scratch scratch;  // the calling thread's; helpers only read it while it waits for them
     tiles_ = scratch.take(tile_bytes_ * plan_.tiles.size());
-    const int count = static_cast<int>(plan_.tiles.size());
-    Pool::instance().run(count, 1, 0.0004 * num_rows * layout_.k, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) prepare(plan_.tiles[t], tile(t));
+    std::vector<Place> places;
+    places.reserve(num_rows);
+    for (size_t t = 0; t < plan_.tiles.size(); ++t)
+      for (int i = 0; i < plan_.tiles[t].count; ++i) places.push_back({static_cast<int>(t), i});
+    // The rows of a dense tile share cache lines, so a thread takes a whole tile.
+    const int chunk = layout_.form == Form::dense ? kMaxTile : 2;
+    Pool::instance().run(num_rows, chunk, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
+      for (int r = begin; r < end; ++r) prepare(places[r]);
     });
   }
 
@@ -92,22 +97,27 @@ class Panel {
  private:
   uint8_t* tile(int t) const { return tiles_ + tile_bytes_ * t; }
 
-  void prepare(const Tile& t, uint8_t* to) const {
+  // A row of a tile.
+  struct Place {
+    int tile, row;
+  };
+
+  void prepare(Place at) const {
     static thread_local Scratch scratch;
+    const Tile& t = plan_.tiles[at.tile];
     const int k = layout_.k;
-    float* row = scratch.floats(k);
-    for (int i = 0; i < t.count; ++i) {
-      const int32_t target = plan_.order[t.first + i];
-      const size_t source = call_.source != nullptr ? call_.source[target] : target;
-      const float* values = row;
-      if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
-        values = static_cast<const float*>(call_.x) + source * k;
-      } else {
-        kernels_.load(call_.x, source * k, call_.x_type, k, row);
-        if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
-      }
-      kernels_.prepare(layout_, values, i, t.count, call_.planes, to);
+    const int32_t target = plan_.order[t.first + at.row];
+    const size_t source = call_.source != nullptr ? call_.source[target] : target;
+    const float* values;
+    if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
+      values = static_cast<const float*>(call_.x) + source * k;
+    } else {
+      float* row = scratch.floats(k);
+      values = row;
+      kernels_.load(call_.x, source * k, call_.x_type, k, row);
+      if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
     }
+    kernels_.prepare(layout_, values, at.row, t.count, call_.planes, tile(at.tile));
   }
 
   const Kernels& kernels_;

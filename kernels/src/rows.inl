@@ -119,7 +119,12 @@ static void layer_norm_row(const float* x, const float* weight, const float* bia
   });
 }
 
-MANTOU_INLINE Vf sigmoid(Vf x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+// Of |x|, mirrored, and in 16 bits with a rounded exponential: where plain MLX rounds, or a tenth of all gates differ.
+MANTOU_INLINE Vf sigmoid(Vf x, Scalar round) {
+  const Vf below = div(set1(1.0f), add(set1(1.0f), rounded(exp(abs(x)), round)));
+  const Vf above = sub(set1(1.0f), below);
+  return add(zero_where_below(above, x, 0.0f), sub(below, zero_where_below(below, x, 0.0f)));
+}
 
 MANTOU_INLINE Vf gelu_tanh(Vf x) {
   const Vf cube = mul(mul(x, x), x);
@@ -140,7 +145,7 @@ static void gate_row(Gate kind, const float* gate, const float* up, int n, Scala
     const Vf g = load_n(gate + k, lanes);
     Vf a;
     switch (kind) {
-      case Gate::silu: a = rounded(mul(g, rounded(sigmoid(g), round)), round); break;
+      case Gate::silu: a = rounded(mul(g, rounded(sigmoid(g, round), round)), round); break;
       case Gate::gelu_tanh: a = rounded(gelu_tanh(g), round); break;
       default: a = rounded(gelu_erf(g), round);
     }
