@@ -128,18 +128,6 @@ class Panel {
   uint8_t* tiles_;
 };
 
-// Columns [column, column + n) of one output row: bias, gate, residual, store.
-void finish_row(const Kernels& k, const LinearCall& c, int width, int row, int column, int n, float* v) {
-  const size_t at = static_cast<size_t>(row) * width + column;
-  if (c.residual != nullptr) {
-    alignas(64) float r[kBlockRows];
-    k.load(c.residual, at, c.out_type, n, r);
-    k.add(v, r, n);
-    k.round(v, n, c.out_type);
-  }
-  k.store(v, n, c.out_type, c.out, at);
-}
-
 void add_bias(const Kernels& k, const LinearCall& c, int expert, int block, int tokens, float* out) {
   k.round(out, tokens * kBlockRows, c.out_type);
   if (c.bias == nullptr) return;
@@ -165,8 +153,10 @@ void block_column(const Kernels& k, const LinearCall& c, const Panel& panel, con
       add_bias(k, c, group.expert, index + 1, tile.count, up);
       k.gate(c.gate, out, up, tile.count * kBlockRows, c.out_type, out);
     }
+    size_t at[kMaxTile];
     for (int m = 0; m < tile.count; ++m)
-      finish_row(k, c, width, panel.plan().order[tile.first + m], column * kBlockRows, n, out + m * kBlockRows);
+      at[m] = static_cast<size_t>(panel.plan().order[tile.first + m]) * width + column * kBlockRows;
+    k.finish(out, tile.count, n, c.residual, c.out_type, at, c.out);
   }
 }
 

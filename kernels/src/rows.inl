@@ -64,6 +64,26 @@ static void add_row(float* x, const float* y, int n) {
   each_vector(n, [&](int k, int lanes) { store_n(x + k, add(load_n(x + k, lanes), load_n(y + k, lanes)), lanes); });
 }
 
+MANTOU_INLINE void store_as(void* p, size_t at, Scalar s, Vf x) {
+  if (s == Scalar::f32) return store(static_cast<float*>(p) + at, x);
+  auto* h = static_cast<uint16_t*>(p) + at;
+  s == Scalar::bf16 ? store_bf16(h, x) : store_f16(h, x);
+}
+
+static void finish_tile(const float* x, int tokens, int n, const void* residual, Scalar s, const size_t* at, void* out) {
+  for (int m = 0; m < tokens; ++m) {
+    Vf v = load(x + m * kLanes);
+    if (residual != nullptr) v = rounded(add(v, load_as_part(residual, at[m], s, n)), s);
+    if (n == kLanes) {
+      store_as(out, at[m], s, v);
+    } else {
+      alignas(64) float part[kLanes];
+      store(part, v);
+      store_row(part, n, s, out, at[m]);
+    }
+  }
+}
+
 // Sum of f(k, lanes) in four chains: the order depends on n alone.
 template <class F>
 MANTOU_INLINE float sum_row(int n, F&& f) {
