@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -36,6 +37,12 @@ class Pool {
     share(items, chunk, [](void* context, int begin, int end) { (*static_cast<F*>(context))(begin, end); }, &f);
   }
 
+  // Bytes that the next jobs read: helpers ask memory for them while they have nothing to do. A hint; it may be ignored.
+  void warm(const void* data, size_t bytes) {
+    warm_end_.store(static_cast<const char*>(data) + bytes, std::memory_order_relaxed);
+    warm_left_.store(static_cast<ptrdiff_t>(bytes), std::memory_order_relaxed);
+  }
+
  private:
   using Body = void (*)(void*, int, int);
   static constexpr double kMinSharedUs = 4.0;
@@ -46,6 +53,7 @@ class Pool {
   bool core_is_taken();
   void help();
   bool wait_for_job(uint32_t seen);
+  bool warm_a_little();
 
   int num_threads_ = 1;
   std::vector<std::thread> helpers_;
@@ -63,6 +71,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> caller_sleeps_{false}, stop_{false};
+  alignas(64) std::atomic<const char*> warm_end_{nullptr};
+  std::atomic<ptrdiff_t> warm_left_{0};  // a helper may lower it late: what it then fetches is still no more than asked
 };
 
 }  // namespace mantou
