@@ -24,6 +24,11 @@ MANTOU_INLINE Vf load_scales(const uint8_t* p, Scalar s) {
   return s == Scalar::bf16 ? load_bf16(h) : load_f16(h);
 }
 
+MANTOU_INLINE Vf load_biases(const Layout& l, const uint8_t* p, Vf scales) {
+  if (l.centred) return mul(scales, set1(-static_cast<float>(1 << (l.bits - 1))));
+  return load_scales(p, l.scalar);
+}
+
 // The 32 integers of one unit, and its scale and sum. Not-a-number and infinity must not turn into plausible
 // integers: they make the whole unit not-a-number.
 [[maybe_unused]] MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) {
@@ -172,7 +177,8 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
   for (int m = 0; m < MT; ++m) acc[m] = _mm512_setzero_ps();
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const __m512 scale = load_scales(sp, l.scalar).v, bias = load_scales(sp + scale_bytes, l.scalar).v;
+    const Vf scales = load_scales(sp, l.scalar);
+    const __m512 scale = scales.v, bias = load_biases(l, sp + scale_bytes, scales).v;
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       __m512i v[8];
       load_unit<BITS>(p, v);
@@ -202,7 +208,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
         }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MT; ++m) _mm512_storeu_ps(out + 16 * m, acc[m]);
@@ -240,7 +246,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
   for (int m = 0; m < MT; ++m) acc[0][m] = acc[1][m] = _mm256_setzero_ps();
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const Vf scale = load_scales(sp, l.scalar), bias = load_scales(sp + scale_bytes, l.scalar);
+    const Vf scale = load_scales(sp, l.scalar), bias = load_biases(l, sp + scale_bytes, scale);
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       for (int half = 0; half < 2; ++half) {
         const __m256 s = half ? scale.hi : scale.lo, b = half ? bias.hi : bias.lo;
@@ -265,7 +271,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
         }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
   for (int m = 0; m < MT; ++m) store(out + 16 * m, {acc[0][m], acc[1][m]});
 }
@@ -310,7 +316,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
     for (int m = 0; m < MT; ++m) acc[q][m] = vdupq_n_f32(0.0f);
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const Vf scale = load_scales(sp, l.scalar), bias = load_scales(sp + scale_bytes, l.scalar);
+    const Vf scale = load_scales(sp, l.scalar), bias = load_biases(l, sp + scale_bytes, scale);
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       for (int q = 0; q < 4; ++q) {
         int8x16_t v[8];
@@ -339,7 +345,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
         }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
   for (int m = 0; m < MT; ++m)
     for (int q = 0; q < 4; ++q) vst1q_f32(out + 16 * m + 4 * q, acc[q][m]);
