@@ -1,7 +1,8 @@
 """`python -m tests.bench.kernels`: the CPU kernels alone, next to what memory gives in the same run.
 
 For every shape and format: the weights' bytes per second at one row, and c(M), the time of M rows in that of one. For a
-model: graph nodes and milliseconds of a decode step with plain MLX, with generic operations and fused. Knows no servers.
+model: graph nodes and milliseconds of a decode step with plain MLX, with generic operations and fused. Knows no
+servers.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def in_own_process(model: Path, form: str, steps: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     stream = result["stream_gb_s"]
     lines = [f"Memory gives {stream:.1f} GB/s to {result['threads']} threads in this run.", ""]
-    lines += ["| weights | GB/s at one row | of the stream | " + " | ".join(f"c({m})" for m in ROWS[1:]) + " |"]
+    lines += [
+        "| weights | GB/s at one row | of the stream | " + " | ".join(f"c({m})" for m in ROWS[1:]) + " |"
+    ]
     lines += ["|---" * (len(ROWS) + 2) + "|"]
     for one in result["products"]:
         cost = [one["us"][m] / one["us"][1] for m in ROWS[1:]]

@@ -15,13 +15,25 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 HOG = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
 
 
 def engine(model: str, tokens: int, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "mantou", "bench", model, "--json", "--clients", "1", "--prompt-tokens", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "mantou",
+        "bench",
+        model,
+        "--json",
+        "--clients",
+        "1",
+        "--prompt-tokens",
+        "0",
+    ]
     command += ["--max-tokens", str(tokens), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
@@ -44,7 +56,10 @@ def busy_core() -> Iterator[None]:
 
 
 def one_round(model: str, tokens: int) -> dict[str, float]:
-    found = {"alone": tok_s(engine(model, tokens)), "one_thread": tok_s(engine(model, tokens, "--threads", "1"))}
+    found = {
+        "alone": tok_s(engine(model, tokens)),
+        "one_thread": tok_s(engine(model, tokens, "--threads", "1")),
+    }
     with busy_core():
         found["busy_core"] = tok_s(engine(model, tokens))
     found["first_of_two"], found["second_of_two"] = map(tok_s, [engine(model, tokens) for _ in range(2)])
@@ -60,7 +75,9 @@ def table(rounds: Sequence[dict[str, float]]) -> str:
     lines = ["| decode, 1 row | tok/s |", "|---|---|"]
     lines += [f"| {name.replace('_', ' ')} | {value:.0f} |" for name, value in middle.items()]
     lines += ["", f"A busy core leaves {kept:.0%} of the speed of one thread (>= 70 %)."]
-    lines += [f"Of two engines the slower has {fair:.0%} of the faster; together they do {both:.0%} of one alone."]
+    lines += [
+        f"Of two engines the slower has {fair:.0%} of the faster; together they do {both:.0%} of one alone."
+    ]
     return "\n".join(lines)
 
 
@@ -69,13 +86,12 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--output", help="a JSON file for the figures")
+    parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     args = parser.parse_args()
     rounds: list[dict[str, Any]] = [one_round(args.model, args.tokens) for _ in range(args.rounds)]
     print(table(rounds))
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({"rounds": rounds}, file, indent=1)
+        args.output.write_text(json.dumps({"rounds": rounds}, indent=1) + "\n", "utf-8")
     return 0
 
 
