@@ -48,6 +48,10 @@ constexpr double kLongSpinUs = 200, kShortSpinUs = 10;
 constexpr double kDescheduledUs = 300;
 // How long the caller works alone after it had to wait that long for a helper.
 constexpr double kFirstRetryUs = 5e3, kLastRetryUs = 160e3;
+// A step begins while the thread that launches it still runs. With no core to spare, a helper woken then queues behind
+// one of the two and may miss the whole step; woken when the launch is over, it finds a free core.
+constexpr double kLaunchUs = 250, kStepGapUs = 100;
+constexpr int kFewThreads = 4;
 constexpr uint32_t kClosed = 0xffffffffu;  // of a ticket: no items to take
 
 }  // namespace
@@ -155,6 +159,14 @@ bool Pool::core_is_taken() {
   if (now_us() < alone_until_us_) return true;
   alone_until_us_ = 0;
   return false;
+}
+
+bool Pool::too_early(double cost_us) {
+  if (num_threads_ > kFewThreads || sleepers_.load(std::memory_order_relaxed) == 0) return false;
+  const double now = now_us();
+  if (now - last_job_us_ > kStepGapUs) burst_start_us_ = now;
+  last_job_us_ = now + cost_us;
+  return now - burst_start_us_ < kLaunchUs && cost_us < kLaunchUs;
 }
 
 void Pool::help() {
