@@ -153,7 +153,7 @@ def add_embeddings(
     from mantou.models.hub import obtain
 
     config = assembly.config
-    if is_embedding_folder(assembly.folder):
+    if config.embeds or is_embedding_folder(assembly.folder):
         if config.embedding_model is not None:
             raise ConfigError(f"{config.model} is an embedding model itself; leave --embedding-model out.")
         name = model_id(assembly.folder, config)

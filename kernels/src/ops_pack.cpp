@@ -55,23 +55,31 @@ std::vector<Weights> pack_affine(const AffineParts& parts, int group, int bits, 
   const mx::Dtype type = parts.scales[0].dtype();
   std::vector<Layout> layouts;
   std::vector<int> rows;
+  std::vector<array> scales, biases;
+  bool centred = true;
   for (size_t i = 0; i < count; ++i) {
     const Shape3 s = shape_of(parts.weights[i]), g = shape_of(parts.scales[i]);
     require(parts.weights[i].dtype() == mx::uint32, "pack: quantised weights are uint32");
     require(parts.scales[i].dtype() == type && parts.biases[i].dtype() == type, "pack: scales and biases differ in type");
     require(static_cast<int64_t>(s.k) * 32 <= int64_t{kMaxK} * bits, "pack: the input length is too large");
     const int k = static_cast<int>(static_cast<int64_t>(s.k) * 32 / bits);
-    layouts.push_back(affine_layout(s.experts, s.rows, k, bits, group, scalar_of(type)));
+    layouts.push_back(affine_layout(s.experts, s.rows, k, bits, group, scalar_of(type), false));
     require(k == layouts[0].k, "pack: joined matrices need the same input length");
     require(g.experts == s.experts && g.rows == s.rows && g.k == k / group &&
                 parts.biases[i].shape() == parts.scales[i].shape(),
             "pack: scales or biases have the wrong shape");
     rows.push_back(s.rows);
+    scales.push_back(evaluated(parts.scales[i]));
+    biases.push_back(evaluated(parts.biases[i]));
+    const size_t groups = scales[i].size();
+    centred = centred && is_centred(scales[i].data<uint8_t>(), biases[i].data<uint8_t>(), groups, bits, scalar_of(type));
   }
+  const Layout& l = layouts[0];
+  if (centred) layouts[0] = affine_layout(l.experts, l.rows, l.k, bits, group, l.scalar, true);
   std::vector<Weights> out = lay_out(layouts[0], rows, interleave);
   for (size_t i = 0; i < count; ++i) {
-    const array w = evaluated(parts.weights[i]), s = evaluated(parts.scales[i]), b = evaluated(parts.biases[i]);
-    fill(part(out, i), {w.data<uint8_t>(), s.data<uint8_t>(), b.data<uint8_t>()});
+    const array w = evaluated(parts.weights[i]);
+    fill(part(out, i), {w.data<uint8_t>(), scales[i].data<uint8_t>(), biases[i].data<uint8_t>()});
   }
   return out;
 }

@@ -153,12 +153,13 @@ void pack_affine_block(const Layout& l, const Source& s, size_t row0, int num_ro
       }
       encode_unit(v, l.bits, out);
     }
-    std::memset(out, 0, 32 * es);  // rows past the end: scale and bias 0
+    const size_t tail = (l.centred ? 16 : 32) * es;
+    std::memset(out, 0, tail);  // rows past the end: scale and bias 0
     for (int r = 0; r < num_rows; ++r) {
       std::memcpy(out + r * es, s.scales + ((row0 + r) * groups + g) * es, es);
-      std::memcpy(out + (16 + r) * es, s.biases + ((row0 + r) * groups + g) * es, es);
+      if (!l.centred) std::memcpy(out + (16 + r) * es, s.biases + ((row0 + r) * groups + g) * es, es);
     }
-    out += 32 * es;
+    out += tail;
   }
 }
 
@@ -196,20 +197,27 @@ float rounded(float x, Scalar to) {
 
 }  // namespace
 
-Layout affine_layout(int experts, int rows, int k, int bits, int group, Scalar scales) {
+Layout affine_layout(int experts, int rows, int k, int bits, int group, Scalar scales, bool centred) {
   check_sizes(experts, rows, k);
   require((bits >= 2 && bits <= 6) || bits == 8, "affine weights of " + std::to_string(bits) + " bits are not supported");
   require(group == 32 || group == 64 || group == 128, "group size " + std::to_string(group) + " is not 32, 64 or 128");
   require(k % group == 0, "input length " + std::to_string(k) + " is not a multiple of the group size");
   const int blocks = (rows + kBlockRows - 1) / kBlockRows;
-  const size_t group_bytes = static_cast<size_t>(group) / kUnit * 64 * bits + 32 * size_of(scales);
-  return {Form::affine, scales, bits, group, rows, k, k, experts, blocks, group_bytes * (k / group)};
+  const size_t group_bytes = static_cast<size_t>(group) / kUnit * 64 * bits + (centred ? 16 : 32) * size_of(scales);
+  return {Form::affine, scales, bits, group, centred, rows, k, k, experts, blocks, group_bytes * (k / group)};
+}
+
+bool is_centred(const uint8_t* scales, const uint8_t* biases, size_t count, int bits, Scalar type) {
+  const float middle = -static_cast<float>(1 << (bits - 1));
+  for (size_t i = 0; i < count; ++i)
+    if (!(to_float(biases, i, type) == middle * to_float(scales, i, type))) return false;
+  return true;
 }
 
 Layout dense_layout(int experts, int rows, int k, Scalar weights) {
   check_sizes(experts, rows, k);
   const int padded = (k + 15) / 16 * 16, blocks = (rows + kBlockRows - 1) / kBlockRows;
-  return {Form::dense, weights, 0, 0, rows, k, padded, experts, blocks, size_of(weights) * 16 * padded};
+  return {Form::dense, weights, 0, 0, false, rows, k, padded, experts, blocks, size_of(weights) * 16 * padded};
 }
 
 std::shared_ptr<Packed> reserve(const Layout& l) {
@@ -252,12 +260,13 @@ void unpack_row(const Packed& matrix, int expert, int row, Scalar round_to, floa
   const size_t unit_bytes = static_cast<size_t>(64) * l.bits, es = size_of(l.scalar);
   for (int k0 = 0; k0 < l.k; k0 += l.group) {
     const uint8_t* scales = p + unit_bytes * (l.group / kUnit);
-    const float s = to_float(scales, r, l.scalar), b = to_float(scales + 16 * es, r, l.scalar);
+    const float s = to_float(scales, r, l.scalar);
+    const float b = l.centred ? -s * static_cast<float>(1 << (l.bits - 1)) : to_float(scales + 16 * es, r, l.scalar);
     for (int k = 0; k < l.group; ++k) {
       const int q = unit_value(p + unit_bytes * (k / kUnit), l.bits, r, k % kUnit);
       out[k0 + k] = rounded(rounded(s * static_cast<float>(q), round_to) + b, round_to);
     }
-    p = scales + 32 * es;
+    p = scales + (l.centred ? 16 : 32) * es;
   }
 }
 

@@ -48,6 +48,10 @@ constexpr double kLongSpinUs = 200, kShortSpinUs = 10;
 constexpr double kDescheduledUs = 300;
 // How long the caller works alone after it had to wait that long for a helper.
 constexpr double kFirstRetryUs = 5e3, kLastRetryUs = 160e3;
+// A step begins while the thread that launches it still runs. With no core to spare, a helper woken then queues behind
+// one of the two and may miss the whole step; woken when the launch is over, it finds a free core.
+constexpr double kLaunchUs = 250, kStepGapUs = 100;
+constexpr int kFewThreads = 4;
 constexpr uint32_t kClosed = 0xffffffffu;  // of a ticket: no items to take
 
 }  // namespace
@@ -157,12 +161,30 @@ bool Pool::core_is_taken() {
   return false;
 }
 
+bool Pool::too_early(double cost_us) {
+  if (num_threads_ > kFewThreads || sleepers_.load(std::memory_order_relaxed) == 0) return false;
+  const double now = now_us();
+  if (now - last_job_us_ > kStepGapUs) burst_start_us_ = now;
+  last_job_us_ = now + cost_us;
+  return now - burst_start_us_ < kLaunchUs && cost_us < kLaunchUs;
+}
+
 void Pool::help() {
   uint32_t seen = epoch_.load(std::memory_order_acquire);
   while (wait_for_job(seen)) {
     seen = epoch_.load(std::memory_order_acquire);
     take_chunks(seen);
   }
+}
+
+// Fetches four lines of what `warm` named into this core's cache. Two helpers may fetch the same lines; no harm.
+bool Pool::warm_a_little() {
+  const ptrdiff_t left = warm_left_.load(std::memory_order_relaxed);
+  if (left <= 0) return false;
+  warm_left_.store(left - 256, std::memory_order_relaxed);
+  const char* from = warm_end_.load(std::memory_order_relaxed) - left;
+  for (int i = 0; i < 256; i += 64) __builtin_prefetch(from + i);
+  return true;
 }
 
 // Returns false when the pool stops. Spins as long as the last spins paid off, a little otherwise; a helper that
@@ -173,7 +195,7 @@ bool Pool::wait_for_job(uint32_t seen) {
   double last = start;
   const auto idle = [&] { return epoch_.load(std::memory_order_seq_cst) == seen && !stop_.load(std::memory_order_seq_cst); };
   for (int i = 1; idle(); ++i) {
-    pause();
+    if (!warm_a_little()) pause();
     if (i % 64 != 0) continue;
     const double now = now_us();
     const bool descheduled = now - last > kDescheduledUs;

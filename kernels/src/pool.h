@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <thread>
@@ -29,11 +30,18 @@ class Pool {
   void run(int items, int chunk, double cost_us, F&& f) {
     if (items <= 0) return;
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (num_threads_ == 1 || cost_us < kMinSharedUs || items <= chunk || !lock.owns_lock() || core_is_taken()) {
+    if (num_threads_ == 1 || cost_us < kMinSharedUs || items <= chunk || !lock.owns_lock() || core_is_taken() ||
+        too_early(cost_us)) {
       f(0, items);  // also when another stream's thread holds the pool: its helpers are busy anyway
       return;
     }
     share(items, chunk, [](void* context, int begin, int end) { (*static_cast<F*>(context))(begin, end); }, &f);
+  }
+
+  // Bytes that the next jobs read: helpers ask memory for them while they have nothing to do. A hint; it may be ignored.
+  void warm(const void* data, size_t bytes) {
+    warm_end_.store(static_cast<const char*>(data) + bytes, std::memory_order_relaxed);
+    warm_left_.store(static_cast<ptrdiff_t>(bytes), std::memory_order_relaxed);
   }
 
  private:
@@ -44,12 +52,15 @@ class Pool {
   void take_chunks(uint32_t epoch);
   void wait_for_helpers();
   bool core_is_taken();
+  bool too_early(double cost_us);
   void help();
   bool wait_for_job(uint32_t seen);
+  bool warm_a_little();
 
   int num_threads_ = 1;
   std::vector<std::thread> helpers_;
-  std::mutex mutex_;  // one job at a time; also guards the three below
+  std::mutex mutex_;  // one job at a time; also guards the five below
+  double burst_start_us_ = 0, last_job_us_ = 0;
   double alone_until_us_ = 0;  // the system gave a helper's core to others: until then the caller works alone
   double last_stall_us_ = 0, alone_for_us_ = 0;
 
@@ -63,6 +74,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<bool> caller_sleeps_{false}, stop_{false};
+  alignas(64) std::atomic<const char*> warm_end_{nullptr};
+  std::atomic<ptrdiff_t> warm_left_{0};  // a helper may lower it late: what it then fetches is still no more than asked
 };
 
 }  // namespace mantou

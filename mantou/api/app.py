@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mantou.api import embeddings, ollama_admin, ollama_embed, rerank
@@ -137,10 +137,24 @@ async def _http_error(request: Request, error: Exception) -> Response:
             known = NotFound("not found")
         case 405:
             known = WrongMethod(f"{request.method} is not allowed here; see GET /v1 for the routes.")
+            return error_response(known, {"allow": ", ".join(_methods_of(request))})
         case _:
             known = RequestFailed(error.detail)
             known.status = error.status_code
     return error_response(known, error.headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Every method of a path; the router names those of its first route only."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return sorted(
+        {
+            name
+            for route in routes
+            if route.matches(request.scope)[0] != Match.NONE
+            for name in route.methods or ()
+        }
+    )
 
 
 class Boundary:

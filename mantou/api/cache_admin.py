@@ -42,6 +42,8 @@ class CacheAdmin:
 
     async def flush(self, request: Request) -> Response:
         """Waits until everything queued for the SSD is stored: prompts, and answers in progress."""
+        if body := await read_body(request.scope, request.receive):
+            parse_object(body)
         loaded = await self._service.ready()
         report = await asyncio.to_thread(_flush, (loaded.store, loaded.checkpoints))
         return _json(report)

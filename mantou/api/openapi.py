@@ -85,7 +85,7 @@ _READS: Mapping[str, tuple[str, str, Schema | type]] = {
 _ACTIONS: Mapping[str, tuple[str, Schema]] = {
     "/admin/cache/session/close": (
         "Ends the retention of a session's prompts.",
-        {"type": "object", "properties": {"session_id": {"type": "string"}}},
+        {"type": "object", "properties": {"session_id": {"type": ["string", "null"]}}},
     ),
     "/admin/cache/flush": ("Stores everything that is queued for the SSD.", _OBJECT),
 }
@@ -101,7 +101,9 @@ def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refs = dict(zip(types, schemas, strict=True))
     paths = {dialect.path: {"post": _generation(dialect, refs)} for dialect in dialects}
-    paths[OpenAIResponses.path] = {"post": _generation(OpenAIResponses(), refs)}
+    paths[OpenAIResponses.path] = {
+        "post": responses_openapi.creation(_generation(OpenAIResponses(), refs), refs)
+    }
     paths |= responses_openapi.paths(refs)
     paths[TokenCount.path] = {"post": _count(refs)}
     paths |= embeddings_openapi.paths(refs)

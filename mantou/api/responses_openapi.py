@@ -29,6 +29,15 @@ _PAGE: list[Schema] = [
 ]
 
 
+def creation(operation: Schema, refs: Mapping[Any, Schema]) -> Schema:
+    """POST /v1/responses, of which a generation route does not know that it may miss an earlier response."""
+    missing = {
+        "description": "No response has the id of previous_response_id.",
+        "content": {"application/json": {"schema": refs[ErrorBody]}},
+    }
+    return {**operation, "responses": {**operation["responses"], "404": missing}}
+
+
 def paths(refs: Mapping[Any, Schema]) -> dict[str, Schema]:
     """The routes below /v1/responses. `refs`: schemas of `TYPES` and of `ErrorBody`."""
     one = f"{OpenAIResponses.path}/{{response_id}}"

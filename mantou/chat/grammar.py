@@ -34,12 +34,7 @@ MAX_SOURCE = 512 * 1024  # characters of one grammar; larger ones come from no r
 MAX_MESSAGE = 300
 _NUM_CACHED = 128
 # Units of llguidance. Its own limits let one regex take ten seconds of the model's thread.
-_LIMITS = {
-    "initial_lexer_fuel": 200_000,
-    "step_lexer_fuel": 50_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-}
+_START_FUEL, _STEP_FUEL, _MAX_STATES, _MAX_SYMBOLS = 200_000, 50_000, 50_000, 200_000
 _GAP = r"\n{0,2}"  # between reasoning and answer
 _HARMONY_END = "<|end|><|start|>assistant"
 
@@ -176,7 +171,13 @@ class Grammars:
     def _compile(self, text: str, param: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False, **_LIMITS)
+        limits = LLParserLimits(
+            initial_lexer_fuel=_START_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            max_lexer_states=_MAX_STATES,
+            max_grammar_size=_MAX_SYMBOLS,
+            verbose_errors=False,
+        )
         made = LLMatcher(self._load(), text, log_level=0, limits=limits)
         if not made.is_error():
             made.compute_bitmask()  # a fault may show only here

@@ -171,9 +171,11 @@ class Fields:
                     "calls; leave strict out.",
                     param=tool.param,
                 )
-            end = self.quotes + self.after
+            # The text ends at the tag, as for the parser; line breaks around it are no part of the tag.
+            end = (self.quotes + self.after).strip("\n")
             text = lark.until(end, own.get("minLength", 0), own.get("maxLength"))
-            return f"{lark.spelled(self.quotes)} {text}".strip()
+            rest = lark.spelled("\n") if self.after.endswith("\n") else ""
+            return f"{lark.spelled(self.quotes)} {text} {rest}".strip()
         if self.python and kinds <= {"boolean"} and kinds:
             return f'("True" | "False") {after}'.strip()
         nested = {**own, "x-guidance": root["x-guidance"]}

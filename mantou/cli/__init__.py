@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mantou import __version__
-from mantou.cli import bench, cache, gc, generate, get, keys, ls, scan, serve
+from mantou.cli import bench, cache, embed, gc, generate, get, keys, ls, scan, serve
 from mantou.errors import MantouError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ VERBS = {
     "ls": ls.ls,
     "scan": scan.scan,
     "gc": gc.gc,
+    "embed": embed.embed,
     "bench": bench.bench,
 }
 for name, function in VERBS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mantou.data import Draft
@@ -16,7 +17,9 @@ Allowed = tuple[int, int, Any]  # row, position, uint8[V]
 class Drawing:
     """Keeps the wishes of the last composition as device arrays: they change only when rows come or go."""
 
-    def __init__(self, sampler: Sampler, roster: Roster) -> None:
+    def __init__(self, sampler: Sampler, roster: Roster, start: Callable[[Any], None]) -> None:
+        """`start` sets the device to work on logits, so that masks are made meanwhile."""
+        self._start = start
         self._sampler = sampler
         self._roster = roster
         self._prepared: tuple[tuple[str, ...], Any] = ((), None)
@@ -34,6 +37,8 @@ class Drawing:
             for row, d in zip(feed.rows, feed.drafts, strict=True)
         ]
         allowed: list[Allowed] = []
+        if any(row is not None and row.constraint is not None for row in feed.rows):
+            self._start(logits)
         for i, row in enumerate(feed.rows):
             if row is not None and row.constraint is not None:
                 draft = feed.drafts[i]
@@ -48,6 +53,10 @@ class Drawing:
         )
 
 
+def _forbids(mask: Any | None, token: int) -> bool:
+    return mask is not None and (token >= len(mask) or not mask[token])
+
+
 def _allowed(index: int, row: Sequence, draft: Draft) -> list[Allowed]:
     """What the row's constraint allows at each drawn position that it restricts."""
     constraint = row.constraint
@@ -59,7 +68,7 @@ def _allowed(index: int, row: Sequence, draft: Draft) -> list[Allowed]:
             mask = constraint.mask()
             if mask is not None:
                 found.append((index, t - draft.num_sure, mask))
-            if t == len(draft) or (mask is not None and not mask[draft.tokens[t]]):
+            if t == len(draft) or _forbids(mask, draft.tokens[t]):
                 break  # a forbidden draft token cannot be drawn, so what follows it does not matter
         constraint.advance(draft.tokens[t])
         advanced += 1

@@ -59,7 +59,7 @@ class Step:
         self.counters = Counters()
         self.roster = Roster(shapes, self.counters)
         self._grouping = Grouping(shapes, runner.max_width, runner.ragged_offsets, runner.ragged_widths)
-        self._drawing = Drawing(axes.sampler, self.roster)
+        self._drawing = Drawing(axes.sampler, self.roster, runner.start)
         self._drafting = Drafting(axes.provider, self.roster, self.counters, self._room, fill=fill)
         self._fill = fill
         if axes.provider.wants_hidden:

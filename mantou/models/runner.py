@@ -117,6 +117,10 @@ class Runner:
         finally:
             self._selection.index = None
 
+    def start(self, logits: mx.array) -> None:
+        """Starts the device on a forward whose draw is not known yet. Does not wait."""
+        mx.async_eval(logits)
+
     def launch(self, draw: Any | None) -> None:
         """Starts the device on the draw, if there is one, and on the KV. Does not wait."""
         mx.async_eval(draw.arrays() if draw is not None else [], self.kv.arrays())

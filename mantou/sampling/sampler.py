@@ -74,12 +74,12 @@ def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.arra
 
 def constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
     """bool[B, T, V] from (row, position, uint8[N]) entries, ids from N on forbidden; other positions are free."""
-    mask = np.ones(tuple(shape), np.bool_)
+    mask = np.ones(tuple(shape), np.uint8)
     for row, position, entries in allowed:
         known = min(len(entries), mask.shape[-1])
         mask[row, position, :known] = entries[:known]
-        mask[row, position, known:] = False
-    return mx.array(mask)
+        mask[row, position, known:] = 0
+    return mx.array(mask) > 0
 
 
 class DeviceSampler:

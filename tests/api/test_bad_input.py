@@ -131,8 +131,21 @@ CHAT_ONLY = [
     ("chat_template_kwargs", nested(100), "chat_template_kwargs is nested more than 64 levels deep"),
     ("reasoning_effort", "ultra", "reasoning_effort must be one of none, minimal, low, medium, high, xhigh."),
     ("response_format", "json", "response_format must be an object with a type"),
-    ("response_format", {"type": "json_object"}, "response_format is not supported yet"),
-    ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format is not supported yet"),
+    ("response_format", {"type": "yaml"}, "response_format.type must be one of text, json_object, json_schema"),
+    ("response_format", {"type": "json_schema", "json_schema": {}}, "response_format.json_schema.schema is missing"),
+    ("response_format", {"type": "json_schema", "schema": 1}, "response_format.schema must be a JSON schema"),
+    ("response_format", {"type": "regex"}, "response_format.regex must be a string, got null."),
+    ("response_format", {"type": "regex", "regex": "(?=a)b"}, "response_format.regex cannot be used: invalid regex"),
+    ("response_format", {"type": "choice", "choice": []}, "response_format.choice must hold 1 to 1000 strings"),
+    (
+        "response_format",
+        {"type": "json_schema", "schema": {"type": "string", "minLenght": 1}},
+        "response_format.schema has the keyword 'minLenght', which is not supported",
+    ),
+    ("guided_json", "{", "guided_json is a string that is not JSON"),
+    ("guided_choice", ["a", 1], "guided_choice may hold strings only"),
+    ("structured_outputs", {"json": {}, "regex": "a"}, "both say what the answer must be"),
+    ("structured_outputs", {"structural_tag": {}}, "structured_outputs.structural_tag is not supported"),
     ("logprobs", 1, "logprobs must be true or false, got a number."),
 ]
 TEXT_ONLY = [

@@ -206,6 +206,54 @@ def test_logprobs(http: httpx2.Client) -> None:
 
 
 # ---------------------------------------------------------------------- what is read
+def test_two_turns_of_codex(http: httpx2.Client, server: Running) -> None:
+    """The shape of its requests: nothing stored, tools of every kind, reasoning that it carries itself."""
+    shell = {
+        "type": "function",
+        "name": "exec_command",
+        "description": "Runs a command.",
+        "strict": False,
+        "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "required": ["cmd"]},
+    }
+    patch = {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}
+    space = {"type": "namespace", "name": "mcp__docs__", "description": "", "tools": [TOOLS[1]]}
+    hosted = [{"type": "web_search", "external_web_access": False}, {"type": "image_generation"}]
+    items: list[dict[str, Any]] = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List files."}]},
+    ]
+    ask = {
+        "model": "local",
+        "instructions": "You are Codex.",
+        "tools": [shell, patch, space, *hosted],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199-abc",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"x": "y"},
+    }
+    server.script.reply = lambda request: (
+        'Look.</think><tool_call>\n{"name": "exec_command", "arguments": {"cmd": "ls"}}\n</tool_call>'
+    )
+    thought, call = stream(http, **ask, input=items)["output"]
+    assert server.engine is not None
+    assert server.engine.requests[-1].session == "0199-abc"
+    assert all(name in prompt(server) for name in ("exec_command", "apply", "mcp__docs__now", "start: /.+/"))
+    assert "web_search" not in prompt(server)
+    sent = {**thought, "content": None}
+    del sent["id"], sent["status"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "a.txt"}
+    server.script.reply = lambda request: "Done.</think>a.txt is all."
+    body = stream(http, **ask, input=[*items, sent, {**call, "id": None}, result])
+    assert [text_of(item) for item in body["output"]] == ["Done.", "a.txt is all."]
+    assert "system\nYou are Codex.\n\nSandboxed.\nuser\nList files.\nassistant\n\ntool\na.txt\n" in prompt(
+        server
+    )
+
+
 def test_everything_that_instructs_comes_first_as_one(http: httpx2.Client, server: Running) -> None:
     items = [
         {"role": "developer", "content": "B"},

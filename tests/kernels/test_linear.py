@@ -35,6 +35,20 @@ def test_affine(isa: str, bits: int, group: int) -> None:
             assert ref.product_error(kernels.linear(x, packed, planes=1), ref.f64(x), dense) < ref.INT8
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_centred_weights_give_the_same_bits_without_their_biases(isa: str, bits: int) -> None:
+    w, s, _ = mx.quantize(ref.normal(32, 128, seed=bits), group_size=64, bits=bits)
+    b = -(2.0 ** (bits - 1)) * s
+    last = mx.arange(32)[:, None] == 31
+    packings = [kernels.pack_affine([w], [s], [x], group_size=64, bits=bits)[0] for x in (b, b + last)]
+    assert packings[0].nbytes < packings[1].nbytes
+    for m in (1, 5):
+        short, full = (kernels.linear(ref.normal(m, 128), packed) for packed in packings)
+        assert mx.array_equal(short[:, :31], full[:, :31])
+    short, full = (kernels.embed(mx.arange(31), packed, mx.float32) for packed in packings)
+    assert mx.array_equal(short, full)
+
+
 def test_every_tile_size(isa: str, threads: int) -> None:
     packed, dense, _ = quantised(200, 576 - 64, 4, 64)
     for m in range(1, 36):

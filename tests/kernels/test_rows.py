@@ -101,6 +101,8 @@ def test_rounding_is_that_of_mlx(isa: str, dtype: mx.Dtype) -> None:
     heads = x.reshape(1, 4, 10, 64)
     way = {"traditional": False, "base": 1e4, "scale": 1.0, "offset": mx.array(11)}
     assert float(mx.mean(kernels.rope(heads, 64, **way) == PLAIN.rope(heads, 64, **way))) > 0.999
+    gate, up = ref.normal(200, 64, seed=2, dtype=dtype) * 4, ref.normal(200, 64, seed=3, dtype=dtype)
+    assert float(mx.mean(kernels.gate("silu", gate, up) == gate * mx.sigmoid(gate) * up)) > 0.999
 
 
 def test_wrong_shapes_are_errors() -> None:

@@ -44,7 +44,13 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 # How a text that is an argument ends, where that is not one token.
 ENDINGS = (
-    *("\n</parameter>\n", "</arg_value>\n", "</longcat_arg_value>\n", "</parameter>\n", "</atem:parameter>\n"),
+    *(
+        "\n</parameter>\n",
+        "</arg_value>\n",
+        "</longcat_arg_value>\n",
+        "</parameter>\n",
+        "</atem:parameter>\n",
+    ),
     *("</param>\n", "</\uff5cDSML\uff5cparameter>\n", '<|"|>', "<escape>"),
 )
 
@@ -92,7 +98,7 @@ def test_what_the_grammar_allows_is_read_as_valid_calls(form_name: str, special:
     for choice, name in (("required", None), ("required", None), ("named", "get_weather"), ("named", "now")):
         setting = Setting(tools=how, choice=choice, tool_name=name)
         found = constraint(grammars, None, setting)
-        tokens, written = walk(made, found, dice, hints=() if special else ENDINGS)
+        tokens, written = walk(made, found, dice, hints=ENDINGS)
         calls, text = read(made, how, tokens)
         assert calls, written
         assert not text.strip(), written
@@ -138,7 +144,9 @@ def test_an_answer_with_a_format_may_call_a_tool_instead() -> None:
     wish = Grammar("json_schema", '{"type": "integer"}')
     seen = set()
     for _ in range(12):
-        tokens, written = walk(made, constraint(Grammars(made), wish, Setting(tools=how)), dice)
+        tokens, written = walk(
+            made, constraint(Grammars(made), wish, Setting(tools=how)), dice, hints=["<tool_call>"]
+        )
         calls, text = read(made, how, tokens)
         seen.add(bool(calls))
         assert calls or isinstance(json.loads(text), int), written

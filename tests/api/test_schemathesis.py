@@ -1,0 +1,81 @@
+"""schemathesis on /openapi.json: whatever it makes of the document, no 5xx, no hang, and every answer as declared.
+
+`MANTOU_FUZZ="--workers 8 --max-examples 200" pytest tests/api/test_schemathesis.py` is the long run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.api.conftest import Running
+
+CHAT = "/v1/chat/completions"
+REPLY = "Hello, wörld! 👋 How are you?"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+# Schemas say what a field may be, not what a conversation must be (a role in every message, a tool that is offered), so
+# a body that fits its schema may still be refused, with the reason.
+EXCLUDED = "positive_data_acceptance"
+NUM_STREAMS = 8
+
+
+@contextmanager
+def streams(server: Running) -> Iterator[list[str]]:
+    """Streams that run all the while; yields what they said."""
+    over = threading.Event()
+    said: list[str] = []
+
+    def ask() -> None:
+        with httpx2.Client(base_url=server.url, timeout=60) as http:
+            while not over.is_set():
+                answer = http.post(CHAT, json=ASK)
+                assert answer.status_code in (200, 429), answer.text
+                if answer.status_code == 200:
+                    said.append(text_of(answer.text))
+
+    threads = [threading.Thread(target=ask) for _ in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield said
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive(), "a stream hangs"
+
+
+def test_no_input_breaks_the_server_or_its_promises(serving: Any, tmp_path: Path) -> None:
+    asked = os.environ.get("MANTOU_FUZZ", "--workers 1 --max-examples 1 --generation-deterministic").split()
+    with serving(max_waiting=256) as running, streams(running) as said:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json"),
+                *("--checks", "all", "--exclude-checks", EXCLUDED),
+                *("--phases", "examples,coverage,fuzzing", "--request-timeout", "30"),
+                *("--no-color", "--no-shrink", "--generation-database", "none", "--output-truncate", "true"),
+                *asked,
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,  # it leaves files behind
+            timeout=3600,
+        )
+        output = f"{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, output[-6000:]
+    assert set(said) == {REPLY}, "a neighbour's stream changed"
+
+
+def text_of(stream: str) -> str:
+    """What a stream of chat chunks says."""
+    chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
