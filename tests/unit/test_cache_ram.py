@@ -237,3 +237,15 @@ def test_a_put_goes_on_where_it_was_although_states_on_its_way_are_dropped(max_b
         put(store, branch + words(30 + seed, 60))
         found(store, [*branch, 1])
     found(store, [*tokens, 1])
+
+
+def test_of_equally_unused_prompts_the_quickest_to_compute_again_goes() -> None:
+    """The end of a long prompt costs more a token than a short prompt of as many bytes, although it is older."""
+    store = RamStore(1 << 20)
+    long, short = list(range(6000)), [7, *range(30_000, 30_200)]
+    store.put(KEY, long, Row(long))
+    store.put(KEY, short, Row(short))
+    before = store.reach(KEY, long)
+    store.shrink(1)
+    assert store.reach(KEY, short) == 0
+    assert store.reach(KEY, long) == before == len(long)
