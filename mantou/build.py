@@ -19,11 +19,10 @@ from mantou.protocols import CacheKey, CheckpointStore, Constraints, Mailbox, Pr
 if TYPE_CHECKING:
     from mantou.api.embedding_service import EmbeddingService
     from mantou.api.service import Service
-    from mantou.api.telemetry import Telemetry
+    from mantou.build_embeddings import EmbeddingSide
     from mantou.chat.grammar import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
-    from mantou.build_embeddings import EmbeddingSide
     from mantou.engine.calls import CallEngine
     from mantou.engine.engine import Engine
     from mantou.engine.step import Step
@@ -264,10 +263,11 @@ def limit_context(info: ModelInfo, budget: KVBudget) -> ModelInfo:
 
 def check(config: Config) -> None:
     """Raises ConfigError for settings that contradict each other, before anything slow begins."""
+    from mantou.api.guard import check_bind
     from mantou.spec.setup import check as check_drafting
 
     check_drafting(config)
-    check_access(config)
+    check_bind(config)
     if config.tool_parser is not None:
         from mantou.chat.tools import check_name
 
@@ -276,25 +276,6 @@ def check(config: Config) -> None:
         raise ConfigError(
             "--generation-checkpoint keeps answers in progress in the folder of --ssd-cache; give one, or leave it out."
         )
-
-
-def check_access(config: Config) -> None:
-    """Raises ConfigError for a server that every machine around could use without a key, and nobody meant it."""
-    from mantou.api.guard import is_loopback
-
-    closed = config.api_key is not None or config.api_key_file is not None
-    if not (closed or config.insecure_no_auth or is_loopback(config.host)):
-        raise ConfigError(
-            f"--host {config.host} opens the server to other machines, and no key is asked for; give --api-key or "
-            "--api-key-file, or --insecure-no-auth if everybody there may use it."
-        )
-
-
-def make_telemetry(config: Config) -> Telemetry | None:
-    """Spans for the collector that the environment names, if it does. Raises ConfigError without the extra `otel`."""
-    from mantou.api import telemetry
-
-    return telemetry.Telemetry(__version__, config.host, config.port) if telemetry.wanted() else None
 
 
 def make_stores(config: Config, *, recurrent: bool) -> tuple[PrefixStore, CheckpointStore]:
@@ -395,13 +376,14 @@ def make_service(
     """The server's state. The model is fetched and loaded in the background once the HTTP layer has started."""
     from mantou.api.logs import log_request
     from mantou.api.service import Loaded, Service
+    from mantou.api.telemetry import from_environment
     from mantou.build_embeddings import add_embeddings
     from mantou.models.ops.openblas import preload_openblas
 
     preload_openblas()  # before anything imports MLX, which converting a model may do
 
     check(config)
-    telemetry = make_telemetry(config)
+    telemetry = from_environment(__version__, config)
     engines: list[Engine | CallEngine] = []
 
     def fail(service: Service, error: MantouError) -> None:
@@ -452,9 +434,7 @@ def make_service(
             telemetry.close()
 
     observers = [log_request] if telemetry is None else [log_request, telemetry]
-    return Service(
-        config, board, version=__version__, on_start=start, on_stop=stop, observers=observers
-    )
+    return Service(config, board, version=__version__, on_start=start, on_stop=stop, observers=observers)
 
 
 def library_rows(config: Config, serving: Path) -> list[Mapping[str, Any]]:

@@ -145,9 +145,7 @@ def describe(info: EmbeddingInfo) -> str:
     return f"{info.id} ({info.model_type}, {what}), texts up to {info.max_tokens} tokens"
 
 
-def add_embeddings(
-    assembly: Assembly, board: ProgressBoard, model_id: Callable[[Path, Config], str]
-) -> None:
+def add_embeddings(assembly: Assembly, board: ProgressBoard, model_id: Callable[[Path, Config], str]) -> None:
     """Finds out whether the assembly's model embeds, or fetches the one beside it. Raises MantouError."""
     from mantou.models.embedder_recipe import is_embedding_folder
     from mantou.models.hub import obtain
@@ -187,8 +185,8 @@ def embedding_engine(
 
     engine = CallEngine(
         side.load,
-        refusal=f"{side.name} is an embedding model and generates no text; use /v1/embeddings, /v1/rerank or /v1/score, "
-        "or serve a chat model with --embedding-model.",
+        refusal=f"{side.name} is an embedding model and generates no text; use /v1/embeddings, /v1/rerank or "
+        "/v1/score, or serve a chat model with --embedding-model.",
         release=release,
         on_ready=ready,
         on_failed=on_failed,

@@ -68,6 +68,7 @@ def create_app(service: Service) -> Starlette:
     store = open_store(config.response_store, ttl_s=config.response_ttl_s, max_bytes=config.response_bytes)
     responses = ResponsesRoutes(service, store)
     routes += responses.routes()
+    service.num_background = lambda: responses.runs.num_running
     routes.append(Route(TokenCount.path, TokenCount(service), methods=["POST"]))
     texts = [embeddings.route(service), *rerank.routes(service), *ollama_embed.routes(service)]
     routes += [Route(route.path, route, methods=["POST"]) for route in texts]

@@ -49,7 +49,7 @@ class Work:
     """What generation did for a request so far. Tokens are counted as they are used, also if it is never finished."""
 
     model: str = ""
-    rows: set[str] = field(default_factory=set[str])  # ids of the engine's sequences, `{response id}-{number}`
+    rows: set[str] = field(default_factory=set[str])  # ids of sequences, `{response id}-{number}`
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

@@ -13,6 +13,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mantou.api.faults import Refused, error_response
+from mantou.config import Config
+from mantou.errors import ConfigError
 
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 compared with, not bound
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -33,6 +35,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def check_bind(config: Config) -> None:
+    """Raises ConfigError for a server that every machine around could use without a key, and nobody meant it."""
+    closed = config.api_key is not None or config.api_key_file is not None
+    if not (closed or config.insecure_no_auth or is_loopback(config.host)):
+        raise ConfigError(
+            f"--host {config.host} opens the server to other machines, and no key is asked for; give --api-key or "
+            "--api-key-file, or --insecure-no-auth if everybody there may use it."
+        )
 
 
 def _is_private_name(host: str) -> bool:

@@ -16,6 +16,7 @@ from mantou.api.openai_wire import ChatChunk, ChatCompletion, Completion, ErrorB
 from mantou.api.responses import OpenAIResponses
 from mantou.api.responses_wire import Event as ResponseEvent
 from mantou.api.responses_wire import ResponseBody
+from mantou.api.sse import event_schema
 
 if TYPE_CHECKING:
     from mantou.api.generation_route import Dialect
@@ -135,11 +136,12 @@ def _errors(refs: Mapping[Any, Schema], *statuses: str, kind: Any = ErrorBody) -
 
 def _generation(dialect: _Described, refs: Mapping[Any, Schema]) -> Schema:
     kinds = _ANSWERS[dialect.path]
+    part = refs[kinds.chunk]
     answer = {
         "description": f"The answer; with `stream`, {kinds.stream}.",
         "content": {
             "application/json": {"schema": refs[kinds.whole]},
-            kinds.media: {"schema": refs[kinds.chunk]},
+            kinds.media: {"schema": event_schema(part) if kinds.media == "text/event-stream" else part},
         },
     }
     return {

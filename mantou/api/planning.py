@@ -105,6 +105,7 @@ def plan_rows(
     rows: list[RowPlan] = []
     for number, prompt in enumerate(prompts):
         limit = defaults.max_tokens(ask, config.defaults, _room(prompt, loaded, config))
+        grammar = _grammar(ask, options, tools, prompt, loaded)
         for choice in range(ask.n):
             sampling = defaults.sampling(
                 ask,
@@ -130,7 +131,7 @@ def plan_rows(
                 choice=choice,
                 boundaries=prompt.boundaries,
                 stop=ask.stop,
-                grammar=_grammar(ask, options, tools, prompt, loaded),
+                grammar=grammar,
             )
             rows.append(
                 RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number, tools=tools)

@@ -41,7 +41,7 @@ def _text_of(value: Any, name: str) -> str:
     if not isinstance(text, str):
         raise wrong(name, "a string, or an object with the string text", value)
     if not text:
-        raise BadRequest(f"{name} is empty; send at least one character.", param=name.split("[")[0])
+        raise BadRequest(f"{name} is empty; send at least one character.", param=name.partition("[")[0])
     return text
 
 

@@ -9,6 +9,7 @@ from mantou.api.fields import Schema
 from mantou.api.openai_wire import ErrorBody
 from mantou.api.responses import OpenAIResponses
 from mantou.api.responses_wire import DeletedResponse, Event, ItemList, ResponseBody
+from mantou.api.sse import event_schema
 
 TYPES: tuple[Any, ...] = (ResponseBody, Event, DeletedResponse, ItemList)
 _INCLUDE: Schema = {
@@ -49,7 +50,7 @@ def paths(refs: Mapping[Any, Schema]) -> dict[str, Schema]:
         ResponseBody,
         _STREAM,
     )
-    retrieve["responses"]["200"]["content"]["text/event-stream"] = {"schema": refs[Event]}
+    retrieve["responses"]["200"]["content"]["text/event-stream"] = {"schema": event_schema(refs[Event])}
     return {
         one: {
             "get": retrieve,

@@ -56,6 +56,11 @@ class Runs:
 
         task.add_done_callback(over)
 
+    @property
+    def num_running(self) -> int:
+        """Runs that have not ended, also those that nobody waits for."""
+        return len(self._tasks)
+
     def live(self, response_id: str) -> Run | None:
         return self._live.get(response_id)
 

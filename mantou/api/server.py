@@ -44,7 +44,8 @@ class DrainingServer(uvicorn.Server):
             self._deadline = self._deadline or now + self._grace_s
             if now >= self._deadline:
                 self.config.timeout_graceful_shutdown = 0
-            self.should_exit = now >= self._deadline or not len(self._service.running)
+            idle = not len(self._service.running) and not self._service.num_background()
+            self.should_exit = idle or now >= self._deadline
         return await super().on_tick(counter)
 
 

@@ -93,6 +93,7 @@ class Service:
         self.heartbeat_s = heartbeat_s
         self.observers = observers  # see every request once it is over
         self.running = Running()
+        self.num_background: Callable[[], int] = lambda: 0  # answers in the making that no request waits for
         self.draining = False  # told to stop: what runs goes on, nothing new begins
         self.metrics = ServerMetrics()
         self.started_at = time.time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from starlette.types import Receive, Send
 
@@ -25,6 +26,12 @@ def data_event(payload: bytes) -> bytes:
 def named_event(name: bytes, payload: bytes) -> bytes:
     """An event with a name. `payload` is one line of JSON."""
     return b"event: " + name + b"\ndata: " + payload + b"\n\n"
+
+
+def event_schema(payload: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an event whose data is JSON of the schema `payload`, or an end mark."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
+    return {"type": "object", "properties": {"event": {"type": "string"}, "data": data}}
 
 
 class EventWriter:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mantou.api.envelope import Exchange
+from mantou.config import Config
 from mantou.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,11 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the standard variables name a collector."""
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not off and any(environment.get(name) for name in _ENDPOINTS)
+
+
+def from_environment(version: str, config: Config) -> Telemetry | None:
+    """An observer if the environment names a collector. Raises ConfigError without the extra `otel`."""
+    return Telemetry(version, config.host, config.port) if wanted() else None
 
 
 class Telemetry:

@@ -25,8 +25,8 @@ class EmbeddingText:
     def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         self._tokenizer = tokenizer
         self._recipe = recipe
-        around = self._encode("", "input")
-        adds_end = bool(around) and around[-1] in tokenizer.special_ids
+        bare = tokenizer.encode("a", add_special_tokens=False)
+        adds_end = self._encode("a", "input")[-1:] != bare[-1:]
         # Copies of decoder checkpoints lose the rule that ends a text, and pooling reads that last token.
         self._end = (
             () if recipe.graph != "decoder" or adds_end or recipe.end_token is None else (recipe.end_token,)
@@ -128,11 +128,18 @@ class EmbeddingText:
 
 
 def _surrogate(name: str) -> BadRequest:
-    return BadRequest(f"{name} holds half of a surrogate pair, which is no text; remove it.", param="input")
+    return BadRequest(
+        f"{name} holds half of a surrogate pair, which is no text; remove it.", param=_field(name)
+    )
+
+
+def _field(name: str) -> str:
+    """documents of documents[3] with the query."""
+    return name.partition("[")[0]
 
 
 def _too_long(name: str, length: int, limit: int) -> ContextOverflow:
     return ContextOverflow(
-        f"{name} has {length} tokens and the model reads {limit} at most; shorten it, or send truncate: true to cut it.",
-        param="input",
+        f"{name} has {length} tokens and the model reads {limit} at most; shorten it, or send truncate: true.",
+        param=_field(name),
     )

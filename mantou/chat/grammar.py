@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mantou.chat.grammar_calls import MAX_CALLS, Tool, calls, trigger
+from mantou.chat.grammar_calls import MAX_CALLS, Tool, calls, has_grammar, trigger
 from mantou.chat.grammar_lark import ANYTHING, Lark
 from mantou.chat.grammar_regex import check_regex
 from mantou.chat.grammar_schema import bounded
@@ -75,8 +75,9 @@ class Grammars:
         Takes milliseconds, or a second for what is at the limits. Raises BadRequest for a keyword that is not
         supported, what does not parse, what nothing can match, and what is too large.
         """
-        enforced = setting.choice != "auto"
-        if wish is None and not enforced and not setting.strict:
+        use = setting.tools
+        strict = setting.strict and use is not None and has_grammar(use.form)
+        if wish is None and setting.choice == "auto" and not strict:
             return ""
         if wish is not None and len(wish.source) > MAX_SOURCE:
             raise BadRequest(
@@ -110,12 +111,14 @@ class Grammars:
             )
         framed = own is not None
         content = _content(lark, wish) if wish is not None else None
+        if framed and content is None and setting.choice == "auto":
+            content = lark.rule("rest", ANYTHING)
         if framed and content is not None:
             content = lark.rule("final", f"{lark.spelled('<|channel|>final<|message|>')} {content}")
         if setting.choice != "auto":
             body = self._calls(lark, setting)
         elif content is not None:
-            called = self._calls(lark, setting) if setting.tools and setting.tools.tools else ""
+            called = self._calls(lark, setting) if use is not None and use.tools else ""
             body = lark.rule("body", " | ".join(part for part in (called, content) if part))
         else:
             body = self._free(lark, setting)
@@ -151,6 +154,10 @@ class Grammars:
         """Text, and calls in it; inside a call, the grammar holds."""
         assert setting.tools is not None
         opener = trigger(setting.tools.form)
+        if not opener:
+            other = "".join(map(re.escape, setting.tools.form.starts))
+            rest = lark.terminal(f"([^{other}](.|\\n)*)?" if other else "(.|\\n)*")
+            return lark.rule("body", f"{self._calls(lark, setting)} | {rest}")
         called = self._calls(lark, setting, opener)
         return f"({lark.until(opener)} {called})* {lark.rule('rest', ANYTHING)}"
 
@@ -212,6 +219,7 @@ def _content(lark: Lark, wish: Grammar) -> str:
             texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(wish.source)]
             return lark.rule("choice", " | ".join(texts))
         case "lark":
+            check_regex(wish.source, wish.param)  # the same notation counts rules and characters
             return lark.nested(_as_lark(wish))
 
 

@@ -65,17 +65,15 @@ def calls(lark: Lark, form: ToolFormat, tools: Sequence[Tool], most: int, opened
 
 
 def trigger(form: ToolFormat) -> str:
-    """What begins calls in a text that may also hold none."""
+    """What begins calls in a text that may also hold none; "" where only the answer's first character tells."""
     style = style_of(form)
     whole = style.section[0] + style.before
-    found = [opener for opener in form.openers if whole.startswith(opener)]
-    if not found:
-        raise BadRequest(
-            f"Strict tools that may or may not be called are not supported for the tool format {form.name}; "
-            "set tool_choice to required, or leave strict out.",
-            param="tools",
-        )
-    return max(found, key=len)
+    return max((opener for opener in form.openers if whole.startswith(opener)), key=len, default="")
+
+
+def has_grammar(form: ToolFormat) -> bool:
+    """Whether calls of this format can be enforced."""
+    return form.name in STYLES
 
 
 def style_of(form: ToolFormat) -> Style:

@@ -15,6 +15,11 @@ from mantou.errors import BadRequest
 
 Schema = dict[str, Any]
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 MAX_STRING = 16_384  # characters of a text without maxLength
 MAX_ITEMS = 1_024  # of a list without maxItems
 MAX_MEMBERS = 128  # of a map without maxProperties
@@ -24,38 +29,19 @@ MAX_PROPERTIES = 2_000  # of all objects of a schema; the time to compile them g
 MAX_DEPTH = 6  # of a value that may be anything
 
 _LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_DEFINITIONS = ("$defs", "definitions")
+_MAPS = ("properties", "patternProperties", *_DEFINITIONS)
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
-_ASSERTIONS = {
-    *("type", "enum", "const", "$ref", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
-    *("minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"),
-    *("exclusiveMinimum", "exclusiveMaximum", *_MAPS, *_LISTS, *_SINGLE),
-}
-_ANNOTATIONS = {
-    *(
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "$comment",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    ),
-    *(
-        "$schema",
-        "$id",
-        "id",
-        "$anchor",
-        "$vocabulary",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-    ),
-    *("discriminator", "externalDocs", "xml", "strict", "name"),
-}
+_ASSERTIONS = _words(
+    "type enum const $ref required minProperties maxProperties minItems maxItems minLength maxLength pattern format "
+    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf"
+).union(_MAPS, _LISTS, _SINGLE)
+_ANNOTATIONS = _words(
+    "title description default examples example $comment deprecated readOnly writeOnly $schema id $vocabulary "
+    "contentEncoding contentMediaType contentSchema discriminator"
+)
+_NAMES = ("$id", "$anchor")  # what references may lead to
 _NO_OPS = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 _HINTS = {
     "nullable": 'write "type": [..., "null"]',
@@ -125,8 +111,8 @@ class _Bounds:
         """Whether the keyword goes on to the compiler."""
         if key in _ASSERTIONS:
             return True
-        if key in ("$id", "id", "$schema", "$anchor"):
-            return key != "id" and isinstance(value, str) and key != "$schema"
+        if key in _NAMES:
+            return isinstance(value, str)
         if key in _ANNOTATIONS or key.startswith("x-") or self._lenient:
             return False
         if key in _NO_OPS and value == _NO_OPS[key] and isinstance(value, bool):
@@ -141,7 +127,7 @@ class _Bounds:
 
     def _parts(self, node: Schema, path: str, *, merged: bool) -> Schema:
         """The schemas inside a node."""
-        beside = sum(key in _ASSERTIONS and key not in ("$defs", "definitions") for key in node) > 1
+        beside = sum(key in _ASSERTIONS and key not in _DEFINITIONS for key in node) > 1
         out: Schema = {}
         self._count(node.get("properties"))
         for key in _MAPS:
@@ -184,7 +170,7 @@ class _Bounds:
 
     # ------------------------------------------------------------------ bounds
     def _bound(self, node: Schema, path: str) -> Schema | bool:
-        if not any(key in _ASSERTIONS and key not in ("$defs", "definitions") for key in node):
+        if not any(key in _ASSERTIONS and key not in _DEFINITIONS for key in node):
             return node or True if not path else True
         kinds = node.get("type")
         types = set(cast("list[str]", kinds)) if isinstance(kinds, list) else {kinds}
@@ -265,7 +251,7 @@ def _merged_references(schema: Any) -> Iterator[str]:
             continue
         node = cast("Schema", part)
         reference = node.get("$ref")
-        beside = sum(key in _ASSERTIONS and key not in ("$defs", "definitions") for key in node) > 1
+        beside = sum(key in _ASSERTIONS and key not in _DEFINITIONS for key in node) > 1
         if isinstance(reference, str) and (merged or beside):
             yield reference.removeprefix("#")
         for key, value in node.items():

@@ -120,7 +120,7 @@ def serve(
     embedding_model: Annotated[
         str | None,
         typer.Option(
-            help="A second model for /v1/embeddings, /v1/rerank and /v1/score; an embedding model may also be MODEL itself."
+            help="A second model, for /v1/embeddings, /v1/rerank and /v1/score; an embedding model may also be MODEL."
         ),
     ] = None,
     embedding_batch_tokens: Annotated[

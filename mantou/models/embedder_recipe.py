@@ -18,7 +18,7 @@ Pooling = Literal["mean", "cls", "last", "max"]
 Graph = Literal["bert", "modernbert", "decoder"]
 
 # model_type -> whose graph; everything else is a decoder of mlx-lm.
-_ENCODERS: Mapping[str, Graph] = {
+ENCODERS: Mapping[str, Graph] = {
     "bert": "bert",
     "roberta": "bert",
     "xlm-roberta": "bert",
@@ -69,14 +69,14 @@ def is_embedding_folder(folder: Path) -> bool:
     if (folder / "modules.json").is_file():
         return True
     config = read_json(folder / "config.json")
-    return str(config.get("model_type")) in _ENCODERS
+    return str(config.get("model_type")) in ENCODERS
 
 
 def read_recipe(folder: Path) -> Recipe:
     """Raises ModelError, in one sentence, for a checkpoint that neither embeds nor ranks in a way that is known."""
     config = read_config(folder)
     model_type = str(config["model_type"])
-    graph = _ENCODERS.get(model_type, "decoder")
+    graph = ENCODERS.get(model_type, "decoder")
     if graph == "decoder" and (config.get("is_causal") is False or config.get("use_bidirectional_attention")):
         raise ModelError(
             f"{folder} is a {model_type} that reads in both directions, which mlx-lm's graph does not; "

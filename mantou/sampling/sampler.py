@@ -79,7 +79,7 @@ def constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int
         known = min(len(entries), mask.shape[-1])
         mask[row, position, :known] = entries[:known]
         mask[row, position, known:] = 0
-    return mx.array(mask) > 0
+    return mx.array(mask).view(mx.bool_)
 
 
 class DeviceSampler:

@@ -143,6 +143,8 @@ CHAT_ONLY = [
         "response_format.schema has the keyword 'minLenght', which is not supported",
     ),
     ("guided_json", "{", "guided_json is a string that is not JSON"),
+    ("guided_regex", 1, "guided_regex must be a string, got a number."),
+    ("guided_grammar", "", "guided_grammar is empty"),
     ("guided_choice", ["a", 1], "guided_choice may hold strings only"),
     ("structured_outputs", {"json": {}, "regex": "a"}, "both say what the answer must be"),
     ("structured_outputs", {"structural_tag": {}}, "structured_outputs.structural_tag is not supported"),

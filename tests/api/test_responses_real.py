@@ -13,7 +13,7 @@ from tests.real import serving, starter_folder
 
 URL = "/v1/responses"
 RULES = "You are a helpful assistant. " + " ".join(
-    f"Rule {number}: be brief and kind." for number in range(40)
+    f"Rule {number}: be brief and kind." for number in range(24)
 )
 ASK = "What is the capital of France? Answer in one short sentence."
 
@@ -41,7 +41,7 @@ def test_a_conversation_outlives_a_killed_server(tmp_path: Path) -> None:
         )
         assert second.usage is not None
         cached, total = second.usage.input_tokens_details.cached_tokens, second.usage.input_tokens
-        assert cached > 400
+        assert cached > 250
         assert total - cached < 64, "only what the second turn added was computed"
         waits = client.responses.create(
             model="m", input="Count.", background=True, extra_body={"logit_bias": _never_end()}

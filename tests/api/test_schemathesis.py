@@ -25,7 +25,8 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream"
 # Schemas say what a field may be, not what a conversation must be (a role in every message, a tool that is offered), so
 # a body that fits its schema may still be refused, with the reason.
 EXCLUDED = "positive_data_acceptance"
-NUM_STREAMS = 8
+LONG = os.environ.get("MANTOU_FUZZ")
+NUM_STREAMS = 8 if LONG else 1
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def streams(server: Running) -> Iterator[list[str]]:
 
 
 def test_no_input_breaks_the_server_or_its_promises(serving: Any, tmp_path: Path) -> None:
-    asked = os.environ.get("MANTOU_FUZZ", "--workers 1 --max-examples 1 --generation-deterministic").split()
+    asked = (LONG or "--workers 1 --max-examples 1 --seed 1 --max-time 8").split()
     with serving(max_waiting=256) as running, streams(running) as said:
         done = subprocess.run(
             [
@@ -65,6 +66,7 @@ def test_no_input_breaks_the_server_or_its_promises(serving: Any, tmp_path: Path
                 *("--no-color", "--no-shrink", "--generation-database", "none", "--output-truncate", "true"),
                 *asked,
             ],
+            check=False,
             capture_output=True,
             text=True,
             cwd=tmp_path,  # it leaves files behind

@@ -1,4 +1,4 @@
-"""A grammar is one more axis: in any batch, with any drafts and codec, a row says what it says alone, and it is valid."""
+"""A grammar is one more axis: in any batch, with any drafts and codec, a row says what it says alone."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RESPONSES, OLLAMA = "/v1/responses", "/api/chat"
 USER = {"role": "user", "content": "the fox"}
 SHORT = {"max_tokens": 4}
-BIG = 10_000_000
+BIG, LONG = 10_000_000, 1_000_000
 # A token that no text holds and whose embedding the test's model has as NaN.
 NAN_TOKEN = 0
 
@@ -102,10 +102,11 @@ def _chat() -> Iterator[Poison]:
                 }
             ]
         },
-        "ten megabytes": {"messages": [{"role": "user", "content": "fox " * (BIG // 4)}]},
-        "ten megabytes of one word": {"messages": [{"role": "user", "content": "a" * BIG}]},
-        "ten megabytes of emoji": {"messages": [{"role": "user", "content": "😀" * (BIG // 4)}]},
-        "a hundred thousand messages": {"messages": [USER] * 100_000},
+        "ten megabytes": {"reasoning_effort": "x" * BIG},
+        "a prompt of two megabytes": {"messages": [{"role": "user", "content": "fox " * (LONG // 2)}]},
+        "a megabyte of one word": {"messages": [{"role": "user", "content": "a" * LONG}]},
+        "a megabyte of emoji": {"messages": [{"role": "user", "content": "😀" * (LONG // 4)}]},
+        "ten thousand messages": {"messages": [USER] * 10_000},
     }
     answered: dict[str, dict[str, Any]] = {
         "ten to the thirty tokens": {"max_tokens": 10**30, "stop": ["e"]},
@@ -119,6 +120,7 @@ def _chat() -> Iterator[Poison]:
         "recursive tool that must be called": {**function(recursive), "tool_choice": "required"},
         "schema that never ends": schema(recursive),
         "schema with a slow pattern": schema({"type": "string", "pattern": "^(a+)+$"}),
+        "ten megabytes that nobody reads": {"user": "x" * BIG},
         "session of a megabyte": {"session_id": "x" * 1_000_000},
         "prediction of a megabyte": {"prediction": {"type": "content", "content": "fox " * 250_000}},
         "template variables that hide ours": {"chat_template_kwargs": {"messages": 1, "raise_exception": 1}},
@@ -158,7 +160,7 @@ def _others() -> Iterator[Poison]:
         ("a path with a zero byte", "/v1/models/%00", "GET"),
         ("a path that climbs", "/v1/models/..%2f..%2fetc%2fpasswd", "GET"),
         ("an id of no encoding", "/v1/requests/%ff%fe/cancel", "POST"),
-        ("a method of no kind", CHAT, "BREW"),
+        ("a method of no kind", CHAT, "PROPFIND"),
         ("a path of sixteen kilobytes", "/" + "x" * 16_000, "GET"),
     ):
         yield Poison(name, path, b"", method=method)

@@ -84,6 +84,16 @@ def test_whatever_a_grammar_allows_is_valid_under_its_schema(name: str) -> None:
             ['{"a": null, "b": null}'],
             ['{"a": null}'],
         ),
+        (
+            {
+                "type": "object",
+                "properties": {"not": {"type": "null"}, "$ref": {}},
+                "required": ["not", "$ref"],
+            },
+            ['{"not": null, "$ref": 1}'],
+            ['{"not": 1, "$ref": 1}'],
+        ),
+        ({"type": "boolean", "x-guidance": {"lenient": True}, "description": "d"}, ["true"], ["1"]),
         (True, ["1", '{"a": [true]}'], ["x"]),
     ],
 )
@@ -108,6 +118,7 @@ def test_regex_choice_lark_and_gbnf_match_the_whole_answer() -> None:
         ({"type": "string", "minLenght": 2}, "'minLenght'"),
         ({"properties": {"a": {"not": {}}}}, "at /properties/a the keyword 'not'"),
         ({"if": {}, "then": {}}, "'if'"),
+        ({"not": {}, "x-guidance": {"lenient": True}}, "'not'"),
         ({"type": "array", "uniqueItems": True}, "'uniqueItems'"),
         ({"type": "array", "contains": {}}, "'contains'"),
         ({"type": "object", "propertyNames": {}}, "'propertyNames'"),
@@ -132,6 +143,8 @@ def test_what_cannot_be_enforced_is_refused_by_name(value: object, named: str) -
     "wish",
     [
         Grammar("regex", "(a{1000}){1000}"),
+        Grammar("lark", "start: /(a{1000}){1000}/"),
+        Grammar("lark", 'start: b{500}\nb: ("a" | "c"){1000,2000}\nd: (b{200}){200}'),
         Grammar("regex", "(?=a)b"),
         Grammar("regex", "("),
         Grammar("lark", 'start: "a" MISSING'),

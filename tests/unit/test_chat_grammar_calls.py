@@ -129,6 +129,36 @@ def test_strict_tools_hold_inside_a_call_that_the_model_chose(form_name: str) ->
     jsonschema.validate(json.loads(calls[0].arguments), TOOLS[calls[0].name])
 
 
+def test_strict_tools_where_only_the_first_character_tells_a_call() -> None:
+    made = tokenizer(True, "llama3")
+    how = use("llama3", made)
+    setting = Setting(tools=how, strict=frozenset(TOOLS))
+    text = constraint(Grammars(made), None, setting)
+    for token in made.encode("Let me {look}.", add_special_tokens=False):
+        assert text.mask()[token]
+        text.advance(token)
+    assert text.mask()[list(made.eos)].all()
+    call = constraint(Grammars(made), None, setting)
+    call.advance(ord("{") - ord("!"))
+    assert not call.mask()[list(made.eos)].any(), "a call must be finished"
+
+
+def test_gpt_oss_may_answer_or_call_where_its_tools_are_strict() -> None:
+    made = tokenizer(True, "harmony")
+    how = use("harmony", made)
+    setting = Setting(reasoning=how.form.reasoning, tools=how, strict=frozenset(TOOLS))
+    for said in (
+        "<|channel|>final<|message|>Hello.",
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}",
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi",
+    ):
+        found = constraint(Grammars(made), None, setting)
+        for token in made.encode(said, add_special_tokens=False):
+            assert found.mask()[token], said
+            found.advance(token)
+        assert found.mask()[list(made.eos)].all()
+
+
 def test_one_call_only_where_calls_may_not_be_parallel() -> None:
     made = tokenizer(True, "hermes")
     how = use("hermes", made, parallel=False)
@@ -185,7 +215,7 @@ def test_a_tool_that_is_not_strict_is_called_even_if_its_schema_cannot_be_enforc
 def test_a_call_that_cannot_be_enforced_is_refused(how: str | None) -> None:
     made = tokenizer(True, "hermes")
     tools = ToolUse(named(how, made), TOOLS) if how else None
-    with pytest.raises(BadRequest, match="tool_choice|frames"):
+    with pytest.raises(BadRequest, match=r"tool_choice|frames"):
         Grammars(made).write(None, Setting(tools=tools, choice="required"))
 
 

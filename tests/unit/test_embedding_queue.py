@@ -151,10 +151,10 @@ def test_a_failed_batch_ends_its_callers_and_no_others() -> None:
 def test_an_engine_that_stops_ends_every_caller() -> None:
     steps = Steps()
     queue = make(steps, Recorder(), max_tokens=5)
-    future = queue.submit([row(5), row(5)])
-    steps.step()
+    future = queue.submit([row(5), row(5), row(5)])
+    steps.step()  # the engine has taken the next call already; the one after that it refuses
     steps.stopped = True
-    steps.run()
+    assert steps.run() == 1
     assert isinstance(future.exception(0), EngineStopped)
     assert isinstance(queue.submit([row(1)]).exception(0), EngineStopped)
 

@@ -140,6 +140,17 @@ def test_a_snapshot_has_data_files_only_and_tells_its_progress(hub: FakeHub, tmp
     assert row["received_bytes"] == row["total_bytes"] == sum(len(FILES[name]) for name in names)
 
 
+def test_an_embedding_model_comes_with_how_it_pools(hub: FakeHub, tmp_path: Path) -> None:
+    hub.files |= {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Dense/pytorch_model.bin": b"pickle",
+    }
+    folder = get("org/good", tmp_path)
+    assert (folder / "1_Pooling" / "config.json").is_file()
+    assert not {"2_Dense/pytorch_model.bin", "onnx/config.json"} & set(hub.served)
+
+
 def test_a_repo_that_is_here_needs_no_network(hub: FakeHub, tmp_path: Path) -> None:
     folder = get("org/good", tmp_path)
     hub.status = 500

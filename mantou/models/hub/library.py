@@ -86,10 +86,12 @@ def local_library(cache_dir: Path | None = None, serving: Path | None = None) ->
     """The models of this user on this machine's default device; families that pass the matrix are targeted."""
     from mantou.models import families
     from mantou.models.device import this_device
+    from mantou.models.embedder_recipe import ENCODERS
     from mantou.models.hub import open_registry
 
     tiers: dict[str, Tier] = {
         name: "targeted" for name, family in families.table().items() if family.supported
     }
+    tiers |= dict.fromkeys(ENCODERS, "targeted")
     entries = open_registry(cache_dir).entries()
     return library(entries, memory_bytes=this_device().memory_bytes, tiers=tiers, serving=serving)
