@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mantou.errors import MantouError
     from mantou.models.embedder import Embedder
 
-# Padded tokens of one batch while nothing is being generated.
-_BATCH_TOKENS = {"cpu": 4096, "metal": 16384, "cuda": 32768}
+# Padded tokens of one batch while nothing is being generated. More gain nothing, and a new chat waits for its end.
+_BATCH_TOKENS = {"cpu": 2048, "metal": 16384, "cuda": 32768}
 
 
 class Thread(Protocol):

@@ -72,9 +72,7 @@ class Mailboxes:
 class Model:
     """A loaded model. Safe to use from several threads; requests from all of them share the batch."""
 
-    def __init__(
-        self, assembly: build.Assembly, engine: Engine | CallEngine, mailboxes: Mailboxes
-    ) -> None:
+    def __init__(self, assembly: build.Assembly, engine: Engine | CallEngine, mailboxes: Mailboxes) -> None:
         assert assembly.info is not None
         self.info: ModelInfo = assembly.info
         self.engine = engine

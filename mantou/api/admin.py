@@ -162,7 +162,7 @@ class Admin:
             engine={} if loaded is None else self._service.engine.stats(),
             model=self._service.config.model if loaded is None else loaded.info.id,
             started_at=self._service.started_at,
-            cache={} if loaded is None else loaded.store.stats(),
+            cache={} if loaded is None else {**loaded.store.stats(), **loaded.checkpoints.stats()},
         )
         # The exposition library takes 0.15 s to import once; running streams must not notice.
         text = await asyncio.to_thread(render, facts)

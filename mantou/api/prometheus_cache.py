@@ -58,6 +58,19 @@ _COUNTERS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "failed_spills": ("mantou_ssd_cache_failed_spills", "Not written: the file system refused."),
         "corrupt_files": ("mantou_ssd_cache_corrupt_files", "Files that were not what they should be."),
     },
+    "generation_checkpoints": {
+        "saved": ("mantou_generation_checkpoints_saved", "Running answers written to the SSD."),
+        "resumed": ("mantou_generation_checkpoints_resumed", "Answers that went on from there."),
+        "replayed_tokens": ("mantou_generation_checkpoints_replayed_tokens", "Tokens sent again, not made."),
+        "removed": ("mantou_generation_checkpoints_removed", "Of answers that were completed."),
+        "evictions": ("mantou_generation_checkpoints_evictions", "Removed to make room."),
+        "dropped": ("mantou_generation_checkpoints_dropped", "Not written: the queue was full."),
+        "failed": ("mantou_generation_checkpoints_failed", "Not written: the file system refused."),
+        "corrupt_files": (
+            "mantou_generation_checkpoints_corrupt_files",
+            "Files that were not what they should be.",
+        ),
+    },
 }
 _GAUGES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "prompt_cache": {
@@ -86,11 +99,19 @@ _GAUGES: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "The longest prompt that is complete on the SSD.",
         ),
     },
+    "generation_checkpoints": {
+        "every_tokens": ("mantou_generation_checkpoints_every_tokens", "The flag, --generation-checkpoint."),
+        "entries": ("mantou_generation_checkpoints_entries", "Answers in progress on the SSD."),
+        "bytes": ("mantou_generation_checkpoints_bytes", "Space in use."),
+        "max_bytes": ("mantou_generation_checkpoints_max_bytes", "The most that they may take."),
+        "pending": ("mantou_generation_checkpoints_pending_files", "Files that wait to be written."),
+        "pending_bytes": ("mantou_generation_checkpoints_pending_bytes", "Memory that they take."),
+    },
 }
 
 
 def samples(stats: Mapping[str, Any]) -> Iterator[Sample]:
-    """Of `PrefixStore.stats()`; a tier that is off has none."""
+    """Of `PrefixStore.stats()` and `CheckpointStore.stats()`; what is off has none."""
     for table, grows in ((_COUNTERS, True), (_GAUGES, False)):
         for block, names in table.items():
             found = stats.get(block, {})

@@ -24,7 +24,7 @@ _EVEN_CONTEXT = 4096
 
 
 def recompute_cost(node: Node) -> float:
-    """Work to compute a leaf's tokens again, a byte that it takes: a token costs more the more tokens stand before it."""
+    """Work to compute a leaf again, a byte that it takes: a token costs more the more tokens stand before it."""
     return len(node.tokens) * (1 + (node.lo + node.hi) / 2 / _EVEN_CONTEXT) / node.nbytes
 
 

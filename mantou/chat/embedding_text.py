@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mantou.chat.tokenizer import Tokenizer
 from mantou.data import TokenRow
 from mantou.errors import BadRequest, ContextOverflow
-from mantou.models.embedder_recipe import Recipe
+
+if TYPE_CHECKING:
+    from mantou.chat.tokenizer import Tokenizer
+    from mantou.models.embedder_recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

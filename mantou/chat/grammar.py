@@ -34,7 +34,7 @@ MAX_SOURCE = 512 * 1024  # characters of one grammar; larger ones come from no r
 MAX_MESSAGE = 300
 _NUM_CACHED = 128
 # Units of llguidance. Its own limits let one regex take ten seconds of the model's thread.
-_START_FUEL, _STEP_FUEL, _MAX_STATES, _MAX_SYMBOLS = 200_000, 50_000, 50_000, 200_000
+_START_FUEL, _STEP_FUEL, _MAX_STATES, _MAX_SYMBOLS = 200_000, 200_000, 50_000, 200_000
 _GAP = r"\n{0,2}"  # between reasoning and answer
 _HARMONY_END = "<|end|><|start|>assistant"
 

@@ -182,12 +182,15 @@ def _measure(
     config: Config, loads: Sequence[tuple[str, int]], max_tokens: int, *, seeded: bool
 ) -> tuple[ModelInfo, list[Run]]:
     from mantou import build
+    from mantou.engine.engine import Engine
 
     board, tally = ProgressBoard(), Tally()
     settled: queue.SimpleQueue[ModelInfo | MantouError] = queue.SimpleQueue()
     with show_progress(board, Console(stderr=True)):
         assembly = build.assemble(build.obtain_folder(config, board), config)
         engine = build.make_engine(assembly, tally, board, on_ready=settled.put, on_failed=settled.put)
+        if not isinstance(engine, Engine):
+            raise ConfigError(f"{config.model} is an embedding model; bench measures models that generate text.")
         engine.start()
         info = settled.get()
     if isinstance(info, MantouError):

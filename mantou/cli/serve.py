@@ -101,8 +101,8 @@ def serve(
     tool_parser: Annotated[
         str | None,
         typer.Option(
-            help="How the model writes tool calls, such as hermes or qwen3_coder; off = they stay text (default: as its "
-            "template shows)."
+            help="How the model writes tool calls, such as hermes or qwen3_coder; off = they stay text (default: as "
+            "its template shows)."
         ),
     ] = None,
     response_store: Annotated[

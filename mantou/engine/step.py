@@ -59,7 +59,7 @@ class Step:
         self.counters = Counters()
         self.roster = Roster(shapes, self.counters)
         self._grouping = Grouping(shapes, runner.max_width, runner.ragged_offsets, runner.ragged_widths)
-        self._drawing = Drawing(axes.sampler, self.roster, runner.start)
+        self._drawing = Drawing(axes.sampler, self.roster, runner.start if pipelined else None)
         self._drafting = Drafting(axes.provider, self.roster, self.counters, self._room, fill=fill)
         self._fill = fill
         if axes.provider.wants_hidden:
@@ -208,10 +208,10 @@ class Step:
             self._restore()
 
     def _copy_time(self) -> float | None:
-        """Seconds that copies of KV may take of this step: half a decode step, or any time where no row decodes."""
+        """Seconds that copies of KV may take of this step: a quarter of its decode, or any where no row decodes."""
         if not any(row.decoding and row.finish is None for row in self.running):
             return None
-        return 0.5 * (self.pacer.decode_s or 0.0)
+        return 0.25 * (self.pacer.decode_s or 0.0)
 
     def _restore(self) -> None:
         for row in [row for row in self.running if row.restoring is not None and row.finish is None]:

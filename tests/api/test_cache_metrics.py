@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mantou.api.prometheus import Facts, render
+from mantou.cache.checkpoints import SsdCheckpoints
 from mantou.cache.none import NoStore
 from mantou.cache.ram import RamStore
 from mantou.cache.ssd import SsdStore
@@ -57,6 +58,14 @@ def test_the_values_are_those_of_stats(stats: dict[str, Any]) -> None:
     assert found["mantou_ssd_cache_bytes"] == disk["bytes"] > 0
     assert found["mantou_ssd_cache_longest_prefix_tokens"] == 600
     assert found["mantou_ssd_cache_read_only"] == 0
+
+
+def test_every_number_of_the_answers_in_progress_is_a_metric(tmp_path: Path) -> None:
+    store = SsdCheckpoints(tmp_path, 16)
+    stats = store.stats()
+    store.close()
+    shown = [name for name in scrape(stats) if name.startswith("mantou_generation_checkpoints_")]
+    assert len(shown) == len(stats["generation_checkpoints"])
 
 
 def test_a_tier_that_is_off_has_no_metrics() -> None:

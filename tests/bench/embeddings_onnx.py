@@ -37,7 +37,8 @@ class Graph:
 
     def op(self, kind: str, inputs: list[str], *, domain: str = "", **attributes: Any) -> str:
         out = f"{kind}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(kind, inputs, [out], domain=domain, **attributes))
+        outs = [out, f"{out}.mask"] if kind == "EmbedLayerNormalization" else [out]  # it must have both
+        self.nodes.append(helper.make_node(kind, inputs, outs, domain=domain, **attributes))
         return out
 
     def matmul(self, x: str, name: str) -> str:
