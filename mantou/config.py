@@ -52,14 +52,18 @@ class Config:
     threads: int | None = None
     cpu_activations: str = "exact"  # exact | int8
     draft_model: str | None = None  # a small model that guesses, named as `model` is
-    draft_kind: str | None = None  # ngram | model | off, or several; None = model if given, else ngram on a CPU
+    draft_kind: str | None = (
+        None  # ngram | model | off, or several; None = model if given, else ngram on a CPU
+    )
     draft_verify: str = "agree"  # agree | rejection
     num_draft_tokens: int | None = None  # most tokens guessed at once; None = the kind's own
     mtp: bool | None = None  # the model's own multi-token-prediction head; None = if it has one
     ngram_min: int = 2  # equal tokens before a copy is guessed
     ngram_max: int = 8
     fill: str | None = None  # MANTOU_FILL: strict | echo; None = off
-    tool_parser: str | None = None  # how tool calls are written; off = they stay text, None = as the template shows
+    tool_parser: str | None = (
+        None  # how tool calls are written; off = they stay text, None = as the template shows
+    )
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     response_store: str = "memory"  # where /v1/responses keeps what was said: memory, off or a folder
     response_ttl_s: float = 3600.0  # a response is forgotten so long after it was made; 0 = never

@@ -85,7 +85,9 @@ class Request:
     adapters: tuple[str, ...] = ()
     session: str | None = None
     media: tuple[MediaSpan, ...] = ()
-    boundaries: tuple[int, ...] = ()  # prompt positions where messages end, and other prompts may part from this one
+    boundaries: tuple[
+        int, ...
+    ] = ()  # prompt positions where messages end, and other prompts may part from this one
     # What tells a repeat of a request from another one, beside everything else here but `id` and `session`.
     seeded: bool = True  # the caller chose the seed; one that was drawn for this run does not count
     choice: int = 0  # number among the equal requests of one response

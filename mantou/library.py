@@ -23,6 +23,7 @@ import numpy as np
 
 from mantou import build
 from mantou.build_embeddings import add_embeddings
+from mantou.build_facts import because, model_id
 from mantou.chat.stream import TextStream
 from mantou.config import STARTER, Config
 from mantou.data import Message, ModelInfo, Prompt, Request, Sampling, TextEvent, TokenEvent, Usage
@@ -190,7 +191,7 @@ class Model:
         if len(prompt.tokens) >= self.info.context_length:
             raise ContextOverflow(
                 f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}"
-                f"{build.because(self.info)}; shorten it."
+                f"{because(self.info)}; shorten it."
             )
         request = Request(
             id=f"{self._prefix}-{next(self._numbers)}",
@@ -242,7 +243,7 @@ def load(model: str = STARTER, *, board: ProgressBoard | None = None, **options:
     config = Config(model=model, **options)
     board = board or ProgressBoard()
     assembly = build.assemble(build.obtain_folder(config, board), config)
-    add_embeddings(assembly, board, build.model_id)
+    add_embeddings(assembly, board, model_id)
     mailboxes = Mailboxes()
     settled: queue.SimpleQueue[MantouError | None] = queue.SimpleQueue()
     engine = build.make_engine(

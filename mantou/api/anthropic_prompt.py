@@ -151,7 +151,15 @@ _OUTPUT = Shaped(
 _OUTPUT_FORMAT = Shaped(
     "output_format", "The older name of output_config.format.", read_format, {"type": ["object", "null"]}
 )
-PROMPT_FIELDS: tuple[Field[Any], ...] = (_MESSAGES, _SYSTEM, _TOOLS, _TOOL_CHOICE, _THINKING, _OUTPUT, _OUTPUT_FORMAT)
+PROMPT_FIELDS: tuple[Field[Any], ...] = (
+    _MESSAGES,
+    _SYSTEM,
+    _TOOLS,
+    _TOOL_CHOICE,
+    _THINKING,
+    _OUTPUT,
+    _OUTPUT_FORMAT,
+)
 
 
 def read_prompt(body: Mapping[str, Any]) -> PromptAsk:

@@ -49,7 +49,11 @@ _ANSWERS: Mapping[str, _Answer] = {
         MessageBody, Event, ErrorEnvelope, "server-sent events up to `message_stop`", "529"
     ),
     "/api/chat": _Answer(
-        OllamaChatLine, OllamaChatLine, OllamaError, "a line of JSON for each part", media="application/x-ndjson"
+        OllamaChatLine,
+        OllamaChatLine,
+        OllamaError,
+        "a line of JSON for each part",
+        media="application/x-ndjson",
     ),
     "/api/generate": _Answer(
         OllamaGenerateLine,

@@ -190,7 +190,9 @@ def _measure(
         assembly = build.assemble(build.obtain_folder(config, board), config)
         engine = build.make_engine(assembly, tally, board, on_ready=settled.put, on_failed=settled.put)
         if not isinstance(engine, Engine):
-            raise ConfigError(f"{config.model} is an embedding model; bench measures models that generate text.")
+            raise ConfigError(
+                f"{config.model} is an embedding model; bench measures models that generate text."
+            )
         engine.start()
         info = settled.get()
     if isinstance(info, MantouError):

@@ -89,7 +89,9 @@ def serve(
     ] = None,
     draft_verify: Annotated[
         str,
-        typer.Option(help="agree: answers do not depend on drafts. rejection: only their distribution does not."),
+        typer.Option(
+            help="agree: answers do not depend on drafts. rejection: only their distribution does not."
+        ),
     ] = "agree",
     mtp: Annotated[
         str | None, typer.Option(help="on or off: guess with the model's own multi-token-prediction head.")
@@ -115,7 +117,8 @@ def serve(
         float, typer.Option(help="Seconds after which a stored response is forgotten; 0 = never.", min=0)
     ] = 3600.0,
     response_bytes: Annotated[
-        str, typer.Option(help="Size of all stored responses together, like 32MB; the longest unused go first.")
+        str,
+        typer.Option(help="Size of all stored responses together, like 32MB; the longest unused go first."),
     ] = "32MB",
     embedding_model: Annotated[
         str | None,
@@ -148,7 +151,8 @@ def serve(
     ] = False,
     max_body: Annotated[int, typer.Option(help="Largest request body, in MiB.", min=1)] = 64,
     drain_timeout: Annotated[
-        int, typer.Option(help="Seconds that running requests may go on once the server is told to stop.", min=0)
+        int,
+        typer.Option(help="Seconds that running requests may go on once the server is told to stop.", min=0),
     ] = 20,
     log_level: Annotated[
         str, typer.Option(help="debug, info (a line for each request), warning or error.")
