@@ -18,10 +18,10 @@ from mantou.progress import ProgressBoard
 from mantou.protocols import CacheKey, CheckpointStore, Constraints, Mailbox, PrefixStore
 
 if TYPE_CHECKING:
-    from mantou.api.embedding_service import EmbeddingService
+    from mantou.api.embeddings.service import EmbeddingService
     from mantou.api.service import Service
     from mantou.build_embeddings import EmbeddingSide
-    from mantou.chat.grammar import Grammars
+    from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
     from mantou.engine.calls import CallEngine
@@ -56,7 +56,7 @@ def obtain_folder(config: Config, board: ProgressBoard) -> Path:
 
 def assemble(folder: Path, config: Config) -> Assembly:
     """The text side of a model folder. Needs no MLX, so any thread may call it while the weights load."""
-    from mantou.chat.grammar import Grammars
+    from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
     from mantou.models.checkpoint import generation_config

@@ -15,7 +15,7 @@ from mantou.progress import ProgressBoard
 if TYPE_CHECKING:
     import numpy as np
 
-    from mantou.api.embedding_service import EmbeddingInfo, EmbeddingService
+    from mantou.api.embeddings.service import EmbeddingInfo, EmbeddingService
     from mantou.build import Assembly
     from mantou.chat.tokenizer import Tokenizer
     from mantou.data import TokenRow
@@ -74,7 +74,7 @@ class EmbeddingSide:
 
     # ------------------------------------------------------------------ once loaded
     def service(self, engine: Thread) -> EmbeddingService:
-        from mantou.api.embedding_service import EmbeddingService
+        from mantou.api.embeddings.service import EmbeddingService
         from mantou.chat.embedding_text import EmbeddingText
         from mantou.engine.embedding_queue import EmbeddingQueue
         from mantou.models.device import this_device
@@ -92,7 +92,7 @@ class EmbeddingSide:
 
     @property
     def info(self) -> EmbeddingInfo:
-        from mantou.api.embedding_service import EmbeddingInfo
+        from mantou.api.embeddings.service import EmbeddingInfo
 
         model, recipe = self._loaded, self.recipe
         return EmbeddingInfo(

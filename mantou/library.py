@@ -33,7 +33,7 @@ from mantou.errors import BadRequest, ContextOverflow, MantouError, QueueFull
 from mantou.progress import ProgressBoard
 
 if TYPE_CHECKING:
-    from mantou.api.embedding_service import EmbeddingService
+    from mantou.api.embeddings.service import EmbeddingService
 
 Chat = str | Sequence[Message | Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from mantou.api.openai_wire import Model, ModelList, encode
+from mantou.api.openai.wire import Model, ModelList, encode
 from mantou.api.status_page import PAGE
 from mantou.errors import ModelNotFound
 

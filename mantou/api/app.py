@@ -15,30 +15,33 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mantou.api import embeddings, ollama_admin, ollama_embed, rerank
 from mantou.api.access import DrainGate, KeyGate
 from mantou.api.admin import Admin
-from mantou.api.anthropic import AnthropicMessages
-from mantou.api.anthropic_count import TokenCount
-from mantou.api.anthropic_errors import AnthropicEnvelope
+from mantou.api.anthropic.count import TokenCount
+from mantou.api.anthropic.errors import AnthropicEnvelope
+from mantou.api.anthropic.messages import AnthropicMessages
 from mantou.api.cache_admin import CacheAdmin
+from mantou.api.embeddings import embed as embeddings
+from mantou.api.embeddings import rerank
 from mantou.api.envelope import Envelope, Exchanges
 from mantou.api.faults import NotFound, RequestFailed, WrongMethod, error_response, internal, known_error
 from mantou.api.generation_route import Dialect, GenerationRoute
 from mantou.api.guard import Guard
 from mantou.api.keys import KeyRing
-from mantou.api.ollama import OllamaChat, OllamaGenerate
-from mantou.api.ollama_admin import OllamaAdmin
-from mantou.api.ollama_wire import OllamaEnvelope
-from mantou.api.openai_chat import OpenAIChat
-from mantou.api.openai_completions import OpenAICompletions
+from mantou.api.ollama import admin as ollama_admin
+from mantou.api.ollama import embed as ollama_embed
+from mantou.api.ollama.admin import OllamaAdmin
+from mantou.api.ollama.generate import OllamaChat, OllamaGenerate
+from mantou.api.ollama.wire import OllamaEnvelope
+from mantou.api.openai.chat import OpenAIChat
+from mantou.api.openai.completions import OpenAICompletions
 from mantou.api.openapi import document
 from mantou.api.quotas import Quotas
 from mantou.api.requests_admin import RequestsAdmin
-from mantou.api.responses_errors import ResponsesEnvelope
-from mantou.api.responses_route import ResponsesRoutes
-from mantou.api.responses_runs import Runs
-from mantou.api.responses_store import open_store
+from mantou.api.responses.errors import ResponsesEnvelope
+from mantou.api.responses.route import ResponsesRoutes
+from mantou.api.responses.runs import Runs
+from mantou.api.responses.store import open_store
 from mantou.api.service import Service
 from mantou.errors import MantouError
 

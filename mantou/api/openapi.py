@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from mantou.api import embeddings_openapi, operations_openapi, responses_openapi
-from mantou.api.anthropic_count import TokenCount
-from mantou.api.anthropic_wire import ErrorEnvelope, Event, MessageBody, TokenCountBody
-from mantou.api.ollama_wire import OllamaChatLine, OllamaError, OllamaGenerateLine
-from mantou.api.openai_wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
-from mantou.api.responses import OpenAIResponses
-from mantou.api.responses_wire import Event as ResponseEvent
-from mantou.api.responses_wire import ResponseBody
+from mantou.api import operations_openapi
+from mantou.api.anthropic.count import TokenCount
+from mantou.api.anthropic.wire import ErrorEnvelope, Event, MessageBody, TokenCountBody
+from mantou.api.embeddings import openapi as embeddings_openapi
+from mantou.api.ollama.wire import OllamaChatLine, OllamaError, OllamaGenerateLine
+from mantou.api.openai.wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
+from mantou.api.responses import openapi as responses_openapi
+from mantou.api.responses.create import OpenAIResponses
+from mantou.api.responses.wire import Event as ResponseEvent
+from mantou.api.responses.wire import ResponseBody
 from mantou.api.sse import event_schema
 
 if TYPE_CHECKING:

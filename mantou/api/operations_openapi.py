@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mantou.api import ollama_embed
 from mantou.api.fields import Schema
-from mantou.api.ollama_admin import PATHS
-from mantou.api.ollama_embed import OllamaEmbedding, OllamaEmbeddings
-from mantou.api.ollama_wire import OllamaError
-from mantou.api.openai_wire import ErrorBody
+from mantou.api.ollama import embed as ollama_embed
+from mantou.api.ollama.admin import PATHS
+from mantou.api.ollama.embed import OllamaEmbedding, OllamaEmbeddings
+from mantou.api.ollama.wire import OllamaError
+from mantou.api.openai.wire import ErrorBody
 
 TYPES: tuple[Any, ...] = (OllamaEmbeddings, OllamaEmbedding)
 _OBJECT: Schema = {"type": "object"}

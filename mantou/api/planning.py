@@ -148,7 +148,7 @@ def _grammar(
     if wish is None and options.tool_choice == "auto" and not strict:
         return ""
     # The compiler's library is not needed before a request asks for a grammar.
-    from mantou.chat.grammar import Setting
+    from mantou.chat.grammar.grammars import Setting
 
     setting = Setting(
         reasoning=options.reasoning,

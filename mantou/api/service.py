@@ -15,8 +15,8 @@ from mantou.errors import MantouError, ModelUnavailable
 from mantou.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from mantou.api.embedding_service import EmbeddingService
-    from mantou.chat.grammar import Grammars
+    from mantou.api.embeddings.service import EmbeddingService
+    from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
     from mantou.config import Config

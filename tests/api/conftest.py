@@ -18,7 +18,7 @@ from mantou.api.envelope import Exchange
 from mantou.api.server import create_server
 from mantou.api.service import Loaded, Service
 from mantou.cache.none import NoCheckpoints, NoStore
-from mantou.chat.grammar import Grammars
+from mantou.chat.grammar.grammars import Grammars
 from mantou.config import Config
 from mantou.progress import ProgressBoard
 from tests.fakes_api import INFO, TEMPLATE, FakeEngine, Script, byte_tokenizer, chat_template

@@ -15,8 +15,8 @@ from anthropic.types import ErrorResponse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mantou.api.anthropic_signature import sign
-from mantou.api.anthropic_stream import BlockWriter, whole_blocks
+from mantou.api.anthropic.signature import sign
+from mantou.api.anthropic.stream import BlockWriter, whole_blocks
 from mantou.api.body import MAX_BODY_BYTES
 from mantou.data import TextEvent, ToolDelta
 from tests.api.conftest import Running

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mantou.api.body import MAX_BODY_BYTES
-from mantou.api.openai_chat import OpenAIChat
-from mantou.api.openai_completions import OpenAICompletions
+from mantou.api.openai.chat import OpenAIChat
+from mantou.api.openai.completions import OpenAICompletions
 from tests.api.conftest import Running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -9,7 +9,7 @@ import httpx2
 import msgspec
 import pytest
 
-from mantou.api.ollama_wire import OllamaChatLine, OllamaError, OllamaGenerateLine, whole_calls
+from mantou.api.ollama.wire import OllamaChatLine, OllamaError, OllamaGenerateLine, whole_calls
 from mantou.data import ToolCall
 from tests.api.conftest import Running
 from tests.fakes_api import INFO

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from mantou.api.responses_store import FILE_NAME, Kept, NoResponses, SqliteResponses, open_store
+from mantou.api.responses.store import FILE_NAME, Kept, NoResponses, SqliteResponses, open_store
 from mantou.errors import ConfigError, MantouError
 from tests.api.conftest import Running
 from tests.api.responses_checks import check_response, check_stream, events_of, text_of

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mantou.api.mailbox import AsyncMailbox
-from mantou.api.openai_wire import ChatChunk, Completion, encode
+from mantou.api.openai.wire import ChatChunk, Completion, encode
 from mantou.data import TokenEvent, Usage
 from mantou.errors import ModelError
 from tests.api.conftest import Running, Wire

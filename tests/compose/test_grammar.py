@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mantou.chat.grammar import Grammars, Setting
+from mantou.chat.grammar.grammars import Grammars, Setting
 from mantou.chat.tokenizer import Tokenizer
 from mantou.data import Grammar, Request, Sampling
 from tests.compose.axes import MIXED

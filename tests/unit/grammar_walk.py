@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mantou.chat.grammar import Grammars, Setting
-from mantou.chat.grammar_constraint import GrammarConstraint
+from mantou.chat.grammar.constraint import GrammarConstraint
+from mantou.chat.grammar.grammars import Grammars, Setting
 from mantou.chat.tokenizer import Tokenizer
 from mantou.data import Grammar, Request, Sampling
 

@@ -9,7 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from mantou.chat.grammar import MAX_SOURCE, Grammars, Setting
+from mantou.chat.grammar.grammars import MAX_SOURCE, Grammars, Setting
 from mantou.chat.reasoning import ReasoningFormat
 from mantou.data import Grammar
 from mantou.errors import BadRequest

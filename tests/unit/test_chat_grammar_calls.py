@@ -12,8 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from mantou.chat.grammar import Grammars, Setting
-from mantou.chat.grammar_calls import STYLES
+from mantou.chat.grammar.calls import STYLES
+from mantou.chat.grammar.grammars import Grammars, Setting
 from mantou.chat.reasoning import ReasoningFormat
 from mantou.chat.stream import TextStream
 from mantou.chat.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mantou.api.responses_custom import CustomInput
+from mantou.api.responses.custom import CustomInput
 
 TEXTS = st.text(st.sampled_from('ab"\\/\n\t\b\u2028 {}ä👋\x7f'), max_size=30) | st.text(max_size=10)
 
