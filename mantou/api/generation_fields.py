@@ -244,7 +244,7 @@ def read_generation(body: Mapping[str, Any], headers: Mapping[str, str]) -> Gene
         logit_bias=LOGIT_BIAS.read(body) or (),
         curve=CURVE.read(body),
         adapters=ADAPTER.read(body) or (),
-        session=_session(body, headers),
+        session=read_session(body, headers),
         speculation=SPECULATION.read(body) or Speculation(),
         grammar=read_extensions(body),
         **plain,
@@ -261,7 +261,7 @@ def _include_usage(body: Mapping[str, Any]) -> bool | None:
     return value or False
 
 
-def _session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
+def read_session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
     """The first that is set of: the two body fields, the two headers."""
     said = [entry.read(body) for entry in _SESSION]
     said += [headers.get("x-session-affinity"), headers.get("session_id")]

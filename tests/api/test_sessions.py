@@ -15,6 +15,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x"},
     "/v1/messages": {"model": "m", "max_tokens": 9, "messages": _MESSAGES},
     "/v1/responses": {"input": "x"},
+    "/api/chat": {"model": "m", "messages": _MESSAGES},
+    "/api/generate": {"model": "m", "prompt": "x"},
 }
 FIELDS = {"session_id": "a", "prompt_cache_key": "b"}
 HEADERS = {"x-session-affinity": "c", "session_id": "d"}

@@ -18,7 +18,7 @@ from mantou.api.fields import (
     properties,
     wrong,
 )
-from mantou.api.generation_fields import MODEL, STOP, GenerationAsk
+from mantou.api.generation_fields import MODEL, STOP, GenerationAsk, read_session
 from mantou.api.openai.messages import read_messages
 from mantou.api.structured import read_format
 from mantou.data import Grammar, Message
@@ -199,6 +199,6 @@ def _generation(body: Mapping[str, Any], headers: Mapping[str, str]) -> Generati
         presence_context_size=seen,
         frequency_penalty=penalties[2],
         frequency_context_size=seen,
-        session=headers.get("x-session-affinity") or None,
+        session=read_session(body, headers),
         **plain,
     )
