@@ -350,7 +350,10 @@ class Step:
             row.num_inflight -= 1
             taken = drawn.taken(i, draft)
             kept[i] = len(taken)
-            if row.finish is None:
+            if row.finish is not None:
+                continue
+            num_draws = len(taken) - draft.num_sure
+            if self.roster.own_fault(row, lambda i=i, n=num_draws: drawn.check(i, n)):
                 self._drafting.observe(row, draft, taken)
                 kept[i] = min(len(taken), self._take(row, i, taken, drawn) + 1)
         if not flight.committed:
@@ -376,7 +379,8 @@ class Step:
             if row.finish != "error" and not self._prefix.publish_rest(row):
                 break  # its copy can wait, the rows that decode should not
             self._drafting.release(row)
-            self.runner.kv.release(row.slot)
+            kv = self.runner.kv
+            (kv.scrub if row.finish == "error" else kv.release)(row.slot)
             self.roster.leave(row)
         self.roster.drop_ended_waiters()
         if not self.running:

@@ -174,6 +174,13 @@ class KVBatch:
         """The row is gone; what it held is invisible from now on."""
         self.lengths[slot] = 0
 
+    def scrub(self, slot: int) -> None:
+        """`release` for a row whose KV may be no numbers: hidden columns count 0 times what they hold, which is NaN."""
+        num_columns = 2 * self.lengths[slot] + _CAPACITY_STEP  # padding at most doubles what a row feeds
+        for layer in self.layers:
+            layer.scrub(slot, num_columns)
+        self.release(slot)
+
     def clear(self, slot: int) -> None:
         """An empty row, for a sequence that starts from nothing."""
         self.lengths[slot] = self._first_columns[slot] = 0
@@ -188,8 +195,11 @@ class KVBatch:
         self.lengths[source] = 0
 
     def swap(self, one: int, other: int) -> None:
-        held = self.snapshot(one)
+        held, num_tokens = self.snapshot(one), self.lengths[other]
         self.move(other, one)
+        if num_tokens:
+            self.lengths[other] = num_tokens
+            self.scrub(other)  # whether there are numbers in a row is known after its first draw only
         self.restore(other, held)
 
     def snapshot(self, slot: int) -> RowSnapshot:

@@ -123,6 +123,10 @@ class Delayed:
     def clear(self, slot: int) -> None:
         self._is_packed[slot] = False
 
+    def scrub(self, slot: int, num_columns: int) -> None:
+        self.native.scrub(slot, num_columns)
+        self.packed.scrub(slot, num_columns)
+
     def hold(self) -> None:
         """A length rewinds columns: there is nothing to hold."""
 

@@ -31,6 +31,10 @@ class Layout(Protocol):
     def resize(self, num_slots: int) -> None: ...
     def move(self, source: int, target: int, num_tokens: int) -> None: ...
     def clear(self, slot: int) -> None: ...
+    def scrub(self, slot: int, num_columns: int) -> None:
+        """Zeros in what no row reads but all multiply by 0: the first columns of a slot that is empty."""
+        ...
+
     @property
     def can_rewind(self) -> bool:
         """Whether `rewind` can keep a part of the forward in progress; else it only takes all of it back."""
@@ -225,6 +229,10 @@ class Columns:
 
     def clear(self, slot: int) -> None:
         pass  # a length of 0 hides everything
+
+    def scrub(self, slot: int, num_columns: int) -> None:
+        for part in (*self.keys, *self.values):
+            part[slot : slot + 1, :, :num_columns] = 0
 
     def rewind(self, geometry: Geometry, kept: Sequence[int]) -> bool:
         return True  # the batch's lengths say it all

@@ -143,6 +143,9 @@ class RecurrentState:
     def clear(self, slot: int) -> None:
         self._set_row(slot, [None] * len(self.cache))
 
+    def scrub(self, slot: int, num_columns: int) -> None:
+        pass  # a state is its own row's, and the next one starts from `clear`
+
     def snapshot(self, slot: int, num_tokens: int) -> Parts:
         rows = tuple(mx.contiguous(s[slot : slot + 1]) for s in self.cache if s is not None)
         mx.eval(rows)

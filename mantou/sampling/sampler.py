@@ -22,15 +22,20 @@ from mantou.sampling.processors import History, apply_bias, apply_penalties
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Lazy device arrays: tokens int32[B, T]; log-probabilities if some row asked, else None."""
+    """Lazy device arrays: tokens int32[B, T]; log-probabilities if some row asked, else None.
+
+    `scores` [B, T]: each token's own logit. Where the model gave no number for any token, none is larger than another,
+    and a draw falls on the first: so it is NaN there. One value a draw tells what a search of all V would.
+    """
 
     tokens: mx.array
+    scores: mx.array
     logprobs: mx.array | None = None  # float32[B, T]
     top_tokens: mx.array | None = None  # int32[B, T, K], most likely first
     top_logprobs: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        found = (self.tokens, self.logprobs, self.top_tokens, self.top_logprobs)
+        found = (self.tokens, self.scores, self.logprobs, self.top_tokens, self.top_logprobs)
         return [array for array in found if array is not None]
 
 
@@ -132,7 +137,8 @@ def sample(
     logits = processed(logits, params, history, mask)
     drawn = device_draw(logits, params, positions)
     if drawn is not None:
-        return Draw(*drawn)
+        tokens, *others = drawn
+        return Draw(tokens, _at(logits, tokens), *others)
     logits = scores = logits.astype(mx.float32)
     if params.any_sampled:
         assert positions is not None, "a sampled row's noise is keyed by position"
@@ -156,17 +162,22 @@ def _penalties(mask: mx.array) -> mx.array:
     return 1 - mx.reciprocal(mask.astype(mx.float32))
 
 
+def _at(values: mx.array, tokens: mx.array) -> mx.array:
+    return mx.take_along_axis(values, tokens[..., None], axis=-1)[..., 0]
+
+
 def finished(tokens: mx.array, logits: mx.array, params: RowParams) -> Draw:
     """A draw of `tokens`, with the log-probabilities that some row asked for."""
+    scores = _at(logits, tokens)
     if params.max_logprobs < 0:
-        return Draw(tokens)
+        return Draw(tokens, scores)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    chosen = _at(logprobs, tokens)
     if not params.max_logprobs:
-        return Draw(tokens, chosen)
+        return Draw(tokens, scores, chosen)
     best = mx.argpartition(-logprobs, kth=params.max_logprobs - 1, axis=-1)[..., : params.max_logprobs]
     best = mx.sort(best, axis=-1)  # so that ties stand in the order of their tokens
     values = mx.take_along_axis(logprobs, best, axis=-1)
     order = mx.argsort(-values, axis=-1)
     top = mx.take_along_axis(best, order, axis=-1).astype(mx.int32)
-    return Draw(tokens, chosen, top, mx.take_along_axis(values, order, axis=-1))
+    return Draw(tokens, scores, chosen, top, mx.take_along_axis(values, order, axis=-1))

@@ -23,6 +23,7 @@ class Poison:
     path: str
     body: bytes
     answers: bool = False  # whether 200 is as good as a clear refusal
+    fails: str = ""  # a word of the error's sentence, where the fault is the model's own
     method: str = "POST"
 
 
@@ -86,6 +87,7 @@ def _chat() -> Iterator[Poison]:
         "schema of a wrong type": schema({"type": "objekt"}),
         "schema with a dangling reference": schema({"$ref": "#/$defs/nowhere"}),
         "schema that reads a file": schema({"$ref": "file:///etc/passwd"}),
+        "schema that never ends": schema(recursive),
         "schema nested deeply": schema(nested(3000, '{"type": "string"}', "items")),
         "ten thousand choices": {"structured_outputs": {"choice": [str(n) for n in range(10_000)]}},
         "two grammars": {"guided_regex": "a", "guided_choice": ["a"]},
@@ -154,7 +156,7 @@ def _others() -> Iterator[Poison]:
     }
     for name, (path, body) in refused.items():
         yield Poison(name, path, _json(body))
-    yield Poison("numbers that are none", TEXT, _json({"prompt": [NAN_TOKEN, 5], **SHORT}), answers=True)
+    yield Poison("numbers that are none", TEXT, _json({"prompt": [NAN_TOKEN, 5], **SHORT}), fails="NaN")
     for name, path, method in (
         ("a path with a zero byte", "/v1/models/%00", "GET"),
         ("a path that climbs", "/v1/models/..%2f..%2fetc%2fpasswd", "GET"),

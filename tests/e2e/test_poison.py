@@ -85,10 +85,10 @@ def check(server: Server, poison: Poison) -> str | None:
     answer = httpx2.request(poison.method, server.url + poison.path, content=poison.body, timeout=DEADLINE_S)
     if answer.status_code == 200 and poison.answers:
         return None
-    if not 400 <= answer.status_code < 500:
+    if not (answer.status_code == 500 if poison.fails else 400 <= answer.status_code < 500):
         return f"{poison.name}: {answer.status_code} {answer.text[:300]}"
     sentence = sentence_of(poison, answer)
-    if not sentence or len(sentence) > 500 or "Traceback" in sentence:
+    if not sentence or poison.fails not in sentence or len(sentence) > 500 or "Traceback" in sentence:
         return f"{poison.name}: no clear sentence: {sentence[:300]!r}"
     return None
 

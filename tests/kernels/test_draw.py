@@ -109,6 +109,21 @@ def test_broken_logits_still_give_tokens(isa: str, value: float) -> None:
             assert int(tokens.min()) >= 0 and int(tokens.max()) < 100
 
 
+def test_a_row_of_no_numbers_shows_and_its_neighbours_are_drawn_as_ever(isa: str) -> None:
+    x = logits(len(WISHES), 100, 3.0)
+    healthy = both(mx.array(x))[0]
+    for dtype in (mx.float32, mx.bfloat16):
+        for sick in range(len(WISHES)):
+            y = x.copy()
+            y[sick] = np.nan
+            drawn = both(mx.array(y).astype(dtype))[0]
+            broken = np.isnan(np.array(drawn.scores.astype(mx.float32)))
+            assert broken[sick].all() and broken.sum() == broken[sick].size
+            if dtype == mx.float32:
+                same_rows = np.array(drawn.tokens == healthy.tokens)
+                assert np.delete(same_rows, sick, axis=0).all()
+
+
 def test_vocabularies_and_alternatives_have_limits() -> None:
     params = PLAIN.prepare([Sampling(temperature=0.0, top_logprobs=9)])
     assert CpuOps().draw(mx.zeros((1, 1, 5)), params, None) is None

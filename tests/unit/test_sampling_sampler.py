@@ -202,7 +202,7 @@ def test_logprobs_are_the_log_softmax_and_alternatives_are_sorted(
 def test_logprobs_cost_nothing_unless_a_row_asks() -> None:
     found = draw(logits_of(1, 2), [Sampling(), Sampling(temperature=1.0)], [(1,), (1,)])
     assert (found.logprobs, found.top_tokens, found.top_logprobs) == (None, None, None)
-    assert len(found.arrays()) == 1
+    assert len(found.arrays()) == 2, "tokens and their logits"
 
 
 def test_only_penalties_want_the_history() -> None:

@@ -17,6 +17,7 @@ from mantou.errors import BadRequest
 
 Certain = tuple[Sequence[int], int]  # tokens, and how many of them are behind us
 _NOTHING: Certain = ((), 0)
+_MAX_FORCED = 64  # tokens of one answer of forced(); what follows them is told when it is asked again
 
 
 class GrammarConstraint:
@@ -51,9 +52,13 @@ class GrammarConstraint:
         if token in self._eos or self._num_ends:
             self._num_ends += 1
             return
-        self._next()
+        tokens, place = self._next()
         self._taken.append(token)
         if not self._matcher.consume_token(token):
+            if place < len(tokens) and token == tokens[place]:  # the matcher gave up on all that would follow
+                raise BadRequest(
+                    "The grammar of this request requires text without end; add a way out of it."
+                )
             raise BadRequest("The grammar of this request does not go on with the token that was drawn.")
 
     def rewind(self, num_tokens: int) -> None:
@@ -69,7 +74,7 @@ class GrammarConstraint:
         if self._num_ends:
             return ()
         tokens, place = self._next()
-        return tokens[place:]
+        return tokens[place : place + _MAX_FORCED]
 
     def _next(self) -> Certain:
         """What is certain at this place: it depends on the tokens so far, not on how often it was asked."""

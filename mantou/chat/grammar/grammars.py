@@ -190,6 +190,9 @@ class Grammars:
             made.compute_bitmask()  # a fault may show only here
         if made.is_error():
             raise BadRequest(f"{param} cannot be used: {_reason(made.get_error())}", param=param)
+        certain = made.compute_ff_tokens()
+        if certain and not made.deep_copy().consume_token(certain[0]):
+            raise BadRequest(f"{param} requires text without end; add a way out of it.", param=param)
         if made.is_stopped() and not made.is_accepting():
             raise BadRequest(f"{param} cannot be used: no text matches it.", param=param)
         return made

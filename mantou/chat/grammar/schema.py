@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
+from mantou.chat.grammar.endless import endless
 from mantou.chat.grammar.regex import check_regex
 from mantou.errors import BadRequest
 
@@ -77,8 +78,15 @@ class _Bounds:
         self._uses_any = False
         self._num_properties = 0
         self._merged = set(_merged_references(schema))
+        self._endless = endless(schema)
 
     def schema(self) -> Schema:
+        if "" in self._endless:
+            raise BadRequest(
+                f"{self._param} requires itself without end, so no answer could be complete; make one of the "
+                'references optional, or an anyOf with another way, such as {"type": "null"}.',
+                param=self._param,
+            )
         found = self._node(self._root, "", merged=False)
         if found is True:  # the root may be anything
             self._uses_any = True
@@ -94,6 +102,8 @@ class _Bounds:
         """`merged`: other parts of the schema hold for the same value, so that nothing may be closed here."""
         if isinstance(value, bool):
             return value
+        if path in self._endless:
+            return False  # nothing matches it, and who entered it would not come out
         if not isinstance(value, Mapping):
             raise self._wrong(path, "a part that is no schema")
         node = {key: entry for key, entry in cast("Schema", value).items() if self._known(key, entry, path)}
