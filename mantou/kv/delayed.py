@@ -140,6 +140,9 @@ class Delayed:
         self.restore(target, self.snapshot(source, num_tokens) if num_tokens else (), num_tokens)
 
     def snapshot(self, slot: int, num_tokens: int) -> Parts:
+        if num_tokens > self.boundary and not self._is_packed[slot]:
+            # Its last forward crossed the threshold: all of it is native still.
+            self._pack_row(slot, num_tokens)
         native = self.native.snapshot(slot, min(num_tokens, self.boundary))
         return (*native, *self.packed.snapshot(slot, num_tokens)) if self._is_packed[slot] else native
 

@@ -222,6 +222,15 @@ def test_a_forward_beside_an_idle_row_that_has_wrapped_its_ring_keeps_that_rows_
     feed(made, 0, 1, 1, 1)
 
 
+def test_a_row_whose_last_forward_crossed_the_threshold_moves_whole() -> None:
+    """It is packed at its next forward only; what lies beyond the threshold is native until then."""
+    made = batch(Row(), None)
+    feed(made, 0, SLACK, SLACK)
+    made.kv.move(0, 1)
+    made.rows.reverse()
+    feed(made, 1, 2, 2)
+
+
 @pytest.mark.parametrize("num_tokens", [3, WINDOW + SLACK - 1, WINDOW + SLACK, WINDOW + SLACK + 1, 60])
 def test_a_row_that_left_piece_by_piece_goes_on_in_another_batch(num_tokens: int) -> None:
     first, second = batch(Row()), batch(None, Row())
