@@ -159,7 +159,7 @@ def test_bombs_end_in_a_sentence_and_the_server_goes_on(server: Server, client: 
     assert "nested" in refused({"guided_json": _nested(400)})
     assert "characters" in refused({"guided_json": {"enum": ["x" * 10_000_000]}})
     assert "properties" in refused({"guided_json": {"properties": {f"p{n}": {} for n in range(5000)}}})
-    assert "cannot be used" in refused({"guided_json": {"$ref": "#"}})
+    assert "requires itself without end" in refused({"guided_json": {"$ref": "#"}})
     assert client.completions.create(model="any", prompt="x", max_tokens=1).choices
 
 
