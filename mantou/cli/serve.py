@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from mantou.data import ModelInfo, ToneCurve
 from mantou.errors import ConfigError, MantouError
 from mantou.progress import ProgressBoard
 
+_SWITCH_INTERVAL_S = 0.0005
 OnOff = Annotated[str | None, typer.Option(help="on or off")]
 
 
@@ -287,6 +289,8 @@ def run(config: Config) -> None:
     from mantou.build import check, make_service
 
     check(config)
+    # Whoever writes the cache to the disk may hold the interpreter so long; a decode step takes a few milliseconds.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     configure(config.log_format, config.log_level)
     console = Console(stderr=True, highlight=False)
     listener = bind(config.host, config.port)
