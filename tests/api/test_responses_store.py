@@ -85,7 +85,7 @@ def test_input_items_come_in_pages(client: openai.OpenAI, http: httpx2.Client) -
     made = client.responses.create(model="m", input="And now?", previous_response_id=first.id)
     for order in ("asc", "desc"):
         found = [
-            item.content[0].text  # type: ignore[union-attr]
+            item.content[0].text  # every stored item here is a message
             for item in client.responses.input_items.list(made.id, limit=2, order=order)
         ]
         expected = [*texts, REPLY, "And now?"]

@@ -105,7 +105,7 @@ def graph_nodes(*outputs: mx.array) -> int:
 
 def decode(model: Path, form: str, steps: int) -> dict[str, Any]:
     """Nodes and milliseconds of a decode step of one row. form: plain, generic or fused."""
-    from mantou.kv.codecs import make_codec
+    from mantou.kv.codecs import Native, Uniform
     from mantou.models.load import load
     from mantou.models.ops import cpu
     from mantou.models.runner import Runner
@@ -113,24 +113,26 @@ def decode(model: Path, form: str, steps: int) -> dict[str, Any]:
 
     loaded = load(model)
     if form != "plain":
-        ops = cpu.CpuOps()
-        if form == "generic":
-            ops._fuse = lambda model: 0  # type: ignore[method-assign]
-        ops.install(loaded.module)
-    runner = Runner(loaded, make_codec("off"))
+
+        class Generic(cpu.CpuOps):
+            def _fuse(self, model: object) -> int:
+                return 0
+
+        (Generic if form == "generic" else cpu.CpuOps)().install(loaded.module)
+    runner = Runner(loaded, Uniform(Native()))
     runner.kv.resize(1)
     group = Group(0, 1, (1,))
     nodes, times = 0, []
     for step in range(steps):
         started = time.perf_counter()
-        _, logits = runner.forward(group, [[step % 100]], [0])
+        _, logits = runner.forward(group, [[step % 100]], [[0]])
         token = mx.argmax(logits, axis=-1)
         if step == 1:
             nodes = graph_nodes(token, *runner.kv.arrays())
         mx.eval(token, runner.kv.arrays())
         runner.kv.commit(group, (1,))
         times.append((time.perf_counter() - started) * 1e3)
-    layers = len(loaded.caches)
+    layers = len(loaded.shapes)
     return {"form": form, "nodes": nodes, "nodes_a_layer": nodes / layers, "ms": statistics.median(times[2:])}
 
 

@@ -7,6 +7,7 @@ wrong later ends its arguments, which are made whole.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -161,7 +162,7 @@ def _type_of(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------- arguments that are text between tags
-class Trim:
+class Trim(ABC):
     """Passes text on without what surrounds it. Subclasses say what that is."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -182,11 +183,13 @@ class Trim:
         if kept:
             self._write(kept)
 
+    @abstractmethod
     def _without_start(self, text: str) -> tuple[str, bool]:
-        raise NotImplementedError
+        """(the rest, True) once the value has begun; (what to keep, False) before that."""
 
+    @abstractmethod
     def _without_end(self, text: str) -> str:
-        raise NotImplementedError
+        """What of it is certain to be no end."""
 
 
 class Stripped(Trim):
