@@ -56,9 +56,12 @@ def configure(style: str, level: str, stream: TextIO | None = None) -> None:
 
 
 def log_request(exchange: Exchange) -> None:
-    """One record for a request that is over: what came of it, for whom, how long it took. INFO; WARNING from 500 on."""
+    """One record for a request that is over: what came of it, for whom, how long it took.
+
+    INFO; WARNING from 500 on, but for 503, which only says later.
+    """
     status = exchange.status
-    level = logging.WARNING if status is not None and status >= 500 else logging.INFO
+    level = logging.WARNING if status is not None and status >= 500 and status != 503 else logging.INFO
     if not _requests.isEnabledFor(level):
         return
     work = exchange.work

@@ -197,13 +197,13 @@ def test_a_request_is_one_json_line_without_its_text(log: Any, serving: Any) -> 
 
 def test_text_lines_carry_the_same_and_a_traceback(log: Any) -> None:
     stream = log("text")
-    logs.log_request(Exchange("one", method="GET", path="/x", status=503, error="e"))
+    logs.log_request(Exchange("one", method="GET", path="/x", status=500, error="e"))
     try:
         raise ZeroDivisionError("deep")
     except ZeroDivisionError:
         logging.getLogger("mantou.api").exception("it failed")
     lines = stream.getvalue()
-    assert "WARNING mantou.request: request request_id=one method=GET path=/x status=503 error=e" in lines
+    assert "WARNING mantou.request: request request_id=one method=GET path=/x status=500 error=e" in lines
     assert "ZeroDivisionError: deep" in lines
 
 

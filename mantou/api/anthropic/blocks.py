@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mantou.api.anthropic.reading import list_of, needed_text, object_of, text_of
 from mantou.api.fields import kind_of
+from mantou.api.reading import list_of, needed_text, object_of, text_of
 from mantou.errors import BadRequest
 
 # What servers of Anthropic's add to a conversation when they run tools: without those, nothing of use to a model here.

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import msgspec
 
 from mantou.api.anthropic.blocks import READABLE, SERVER_BLOCKS, kind_of_block, text_of_content
-from mantou.api.anthropic.reading import needed_text, object_of, text_of
 from mantou.api.anthropic.signature import recall
 from mantou.api.fields import check_depth, kind_of, wrong
+from mantou.api.reading import needed_text, object_of, text_of
 from mantou.api.volatile import without_volatile
 from mantou.data import Message, ToolCall
 from mantou.errors import BadRequest

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from mantou.api import defaults
 from mantou.api.anthropic.conversation import Conversation, read_conversation, read_system
-from mantou.api.anthropic.reading import needed_text
 from mantou.api.anthropic.tools import ToolChoice, check_tool_choice, read_tool_choice, read_tools
 from mantou.api.fields import Field, Shaped, shown, wrong
 from mantou.api.openai.messages import num_characters
+from mantou.api.reading import needed_text
 from mantou.api.structured import one_grammar, read_format
 from mantou.data import Grammar, Message, Prompt
 from mantou.errors import BadRequest

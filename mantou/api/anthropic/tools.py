@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mantou.api.anthropic.reading import needed_text, object_of, text_of
 from mantou.api.fields import check_depth, kind_of, wrong
+from mantou.api.reading import needed_text, object_of, text_of
 from mantou.errors import BadRequest
 
 _KINDS: Mapping[str, Literal["auto", "any", "tool", "none"]] = {

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from mantou.api.fields import check_depth, kind_of
+from mantou.api.reading import needed_text, object_of, text_of
 from mantou.api.volatile import without_volatile
 from mantou.data import Message, ToolCall
 from mantou.errors import BadRequest
@@ -57,29 +58,9 @@ def num_characters(messages: tuple[Message, ...]) -> int:
     return sum(len(message.content or "") for message in messages)
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRequest(f"{where} must be an object, got {kind_of(value)}.", param=where)
-    return value
-
-
-def _text(owner: Mapping[str, Any], key: str, where: str) -> str | None:
-    value = owner.get(key)
-    if value is not None and not isinstance(value, str):
-        raise BadRequest(f"{where}.{key} must be a string, got {kind_of(value)}.", param=f"{where}.{key}")
-    return value
-
-
-def _needed_text(owner: Mapping[str, Any], key: str, where: str) -> str:
-    value = _text(owner, key, where)
-    if value is None:
-        raise BadRequest(f"{where}.{key} is missing; it must be a string.", param=f"{where}.{key}")
-    return value
-
-
 def _message(value: Any, where: str) -> Message:
-    entry = _object(value, where)
-    role = _ROLES.get(_needed_text(entry, "role", where))
+    entry = object_of(value, where)
+    role = _ROLES.get(needed_text(entry, "role", where))
     if role is None:
         raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}.", param=f"{where}.role")
     content = _content(entry.get("content"), f"{where}.content")
@@ -90,13 +71,13 @@ def _message(value: Any, where: str) -> Message:
     if role == "system" and content is not None:
         content = without_volatile(content)
     assistant = role == "assistant"
-    reasoning = _text(entry, "reasoning", where) or _text(entry, "reasoning_content", where)
+    reasoning = text_of(entry, "reasoning", where) or text_of(entry, "reasoning_content", where)
     return Message(
         role=role,
         content=content,
-        name=_text(entry, "name", where),
+        name=text_of(entry, "name", where),
         tool_calls=_tool_calls(entry.get("tool_calls"), f"{where}.tool_calls") if assistant else (),
-        tool_call_id=_text(entry, "tool_call_id", where),
+        tool_call_id=text_of(entry, "tool_call_id", where),
         reasoning=reasoning if assistant else None,
     )
 
@@ -110,10 +91,10 @@ def _content(value: Any, where: str) -> str | None:
 
 
 def _part(value: Any, where: str) -> str:
-    part = _object(value, where)
-    kind = _needed_text(part, "type", where)
+    part = object_of(value, where)
+    kind = needed_text(part, "type", where)
     if kind in ("text", "refusal"):
-        return _needed_text(part, kind, where)
+        return needed_text(part, kind, where)
     if kind in _MEDIA:
         raise BadRequest(f"{where}: this model has no {_MEDIA[kind]}; send text parts only.", param=where)
     raise BadRequest(f"{where}.type is not a known kind of part; send text parts.", param=f"{where}.type")
@@ -128,8 +109,8 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(value: Any, where: str) -> ToolCall:
-    entry = _object(value, where)
-    function = _object(entry.get("function"), f"{where}.function")
+    entry = object_of(value, where)
+    function = object_of(entry.get("function"), f"{where}.function")
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # some clients send the parsed object
         check_depth(f"{where}.function.arguments", arguments)
@@ -140,19 +121,19 @@ def _tool_call(value: Any, where: str) -> ToolCall:
             param=f"{where}.function.arguments",
         )
     return ToolCall(
-        id=_text(entry, "id", where) or "",
-        name=_needed_text(function, "name", f"{where}.function"),
+        id=text_of(entry, "id", where) or "",
+        name=needed_text(function, "name", f"{where}.function"),
         arguments=arguments or "{}",
     )
 
 
 def _tool(value: Any, where: str) -> dict[str, Any]:
-    entry = _object(value, where)
-    if _needed_text(entry, "type", where) != "function":
+    entry = object_of(value, where)
+    if needed_text(entry, "type", where) != "function":
         raise BadRequest(f"{where}.type must be function.", param=f"{where}.type")
-    function = _object(entry.get("function"), f"{where}.function")
-    _needed_text(function, "name", f"{where}.function")
-    _text(function, "description", f"{where}.function")
+    function = object_of(entry.get("function"), f"{where}.function")
+    needed_text(function, "name", f"{where}.function")
+    text_of(function, "description", f"{where}.function")
     if function.get("parameters") is not None:
-        _object(function["parameters"], f"{where}.function.parameters")
+        object_of(function["parameters"], f"{where}.function.parameters")
     return entry

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mantou.api.anthropic.reading import list_of, needed_text, object_of, text_of
 from mantou.api.fields import check_depth, kind_of
+from mantou.api.reading import list_of, needed_text, object_of, text_of
 from mantou.errors import BadRequest
 
 Item = dict[str, Any]  # JSON

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mantou.api.anthropic.reading import needed_text, object_of, text_of
 from mantou.api.fields import check_depth, kind_of
 from mantou.api.openai.tools import ToolChoice, offered_tools
+from mantou.api.reading import needed_text, object_of, text_of
 from mantou.errors import BadRequest
 
 # What only OpenAI's own servers can run, or would make of what the caller runs. Agents send some of these with every
