@@ -28,7 +28,8 @@ PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip --disable-pip-version-chec
   --no-index --upgrade --target build/sanitized -C build-dir=build/sanitize -C cmake.define.MANTOU_SANITIZE=ON ./kernels \
   >"$log" 2>&1 || { tail -n 40 "$log"; echo "The sanitizer build failed (see $log)."; exit 1; }
 
-# Leaks are not looked for: the interpreter and MLX keep what they allocate until the process ends.
+# Leaks are not looked for: the interpreter and MLX keep what they allocate until the process ends. A sanitizer writes its
+# report to the process's own stderr and ends it, so pytest must leave that alone (--capture=sys).
 PYTHONPATH="$PWD/build/sanitized" LD_PRELOAD="$asan $stdcxx" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  exec "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/kernels --ignore tests/kernels/test_install.py \
+  exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --capture=sys tests/kernels --ignore tests/kernels/test_install.py \
   --ignore tests/kernels/test_compose.py

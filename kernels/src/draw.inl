@@ -1,9 +1,10 @@
 // The loops over a vocabulary that drawing a token needs (draw.h). Included once per instruction set: written for the
 // compiler to vectorise, each element on its own, so that lanes change no bit.
 
-// As MLX's exp on a CPU (mlx/backend/cpu/simd/math.h).
+// As MLX's exp on a CPU (mlx/backend/cpu/simd/math.h). A NaN takes a number's way, since no integer is cast from it, and
+// comes back as itself.
 MANTOU_INLINE float mlx_exp(float x) {
-  float clipped = x < -89.0f ? -89.0f : x;
+  float clipped = x > -89.0f ? x : -89.0f;
   clipped = clipped > 89.0f ? 89.0f : clipped;
   const float t = clipped * 1.442695f, below = __builtin_floorf(t);
   const float whole = below + (t - below >= 0.5f ? 1.0f : 0.0f), f = t - whole;
@@ -15,7 +16,8 @@ MANTOU_INLINE float mlx_exp(float x) {
   p = __builtin_fmaf(p, f, 1.0f);
   const float y = __builtin_bit_cast(float, (static_cast<int32_t>(whole) + 127) * (1 << 23)) * p;
   const float finite = x > 88.0f ? INFINITY : y;
-  return x < -88.0f ? 0.0f : finite;
+  const float number = x < -88.0f ? 0.0f : finite;
+  return x != x ? x : number;
 }
 
 static void exp_row(const float* x, float shift, int n, float* y) {
