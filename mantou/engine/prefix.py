@@ -1,7 +1,7 @@
 """When a row's KV is looked up, and when it is offered to the prefix store. Knows no scheduling.
 
-Both copy, on the thread that computes. While other rows decode they get their tokens in between: what `allow` leaves
-for a step is used up, in small parts, and the rest waits for the next one.
+Both copy, on the thread that computes. While other rows decode they get their tokens in between: a share of a decode
+step is used up, in small parts, and the rest waits for the next one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 PUBLISH_EVERY = 256
 # A state where prompts part is kept if it saves at least so many tokens of the next prompt that parts there.
 MIN_GAIN = 64
+# Of a decode step: a restored prompt is waited for; for what is kept a little is plenty, as it grows token by token,
+# and a part that is interrupted in the middle should not show.
+RESTORE_SHARE, KEEP_SHARE = 0.25, 0.1
 
 
 class Prefix:
@@ -36,22 +39,21 @@ class Prefix:
         self._axes = axes
         self._counters = counters
         self._times = times
-        self._allowed: float | None = None  # seconds of this step for copies; None = any number
+        self._decode_s: float | None = None  # what copies take a share of; None = nobody waits for them
 
     @property
     def keeps_state(self) -> bool:
         """Whether recurrent states are kept, which fit one position only."""
         return self._runner.recurrent and self._axes.store.wants
 
-    def allow(self, seconds: float | None) -> None:
-        """A step begins: how long the rows that decode may wait for copies in it; None = none does."""
-        self._allowed = seconds
+    def allow(self, decode_s: float | None) -> None:
+        """A step begins: how long its decoding takes, or None where no row decodes."""
+        self._decode_s = decode_s
 
-    @property
-    def in_time(self) -> bool:
+    def _in_time(self, share: float) -> bool:
         """Whether there is time for another part of a copy; there is for one in every step."""
         spent = self._times.store_s
-        return self._allowed is None or spent == 0.0 or spent < self._allowed
+        return self._decode_s is None or spent == 0.0 or spent < share * self._decode_s
 
     def key(self, request: Request) -> CacheKey:
         """What its numbers depend on now: an adapter's content may be another by the time that it runs."""
@@ -72,9 +74,9 @@ class Prefix:
         """Goes on with that: to the end, or as far as this step's time goes."""
         with self._times.store():
             for _ in sequence.restoring or ():
-                if self._allowed is not None:
+                if self._decode_s is not None:
                     self._runner.wait()
-                    if not self.in_time:
+                    if not self._in_time(RESTORE_SHARE):
                         return
             sequence.restoring = None
 
@@ -126,7 +128,7 @@ class Prefix:
                 continue
             if now_or_never or (due and self._at_once):
                 self.publish(row, passing=not ends)
-            elif (due or row.copying is not None) and self.in_time:
+            elif (due or row.copying is not None) and self._in_time(KEEP_SHARE):
                 self._copy_block(row)
 
     def publish_rest(self, row: Sequence) -> bool:
@@ -142,7 +144,7 @@ class Prefix:
     @property
     def _at_once(self) -> bool:
         """Whether a copy is made in one go: a state fits one position only, and where no row decodes nobody waits."""
-        return self.keeps_state or self._allowed is None
+        return self.keeps_state or self._decode_s is None
 
     def _copy_block(self, row: Sequence) -> bool:
         """Goes on with copying a row's next columns, up to the end of their block; then offers them, and is True."""
@@ -166,13 +168,13 @@ class Prefix:
     def _copied(self, parts: Iterator[Piece | None]) -> Piece | None:
         """What is copied once all parts are done; None if this step's time is over before."""
         for piece in parts:
-            if piece is not None or not self.in_time:
+            if piece is not None or not self._in_time(KEEP_SHARE):
                 return piece
         return None
 
     def publish_little(self, row: Sequence) -> None:
         """Offers a row on the way, unless that is more than others should wait for."""
-        if self._at_once or self.in_time or row.num_kv - row.num_published <= PUBLISH_EVERY:
+        if self._at_once or self._in_time(KEEP_SHARE) or row.num_kv - row.num_published <= PUBLISH_EVERY:
             self.publish(row, passing=True)
 
     def publish(self, row: Sequence, *, passing: bool = False) -> None:

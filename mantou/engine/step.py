@@ -116,7 +116,7 @@ class Step:
     def advance(self) -> None:
         """One step. Its events wait in `take_events`, to be delivered with one wake-up."""
         started = time.perf_counter()
-        self._prefix.allow(self._copy_time())
+        self._prefix.allow(self._decode_time())
         if not self._flights:
             self._reap()
         self._restore()  # before the plan, which a row that is complete changes
@@ -207,11 +207,11 @@ class Step:
             self._reap()
             self._restore()
 
-    def _copy_time(self) -> float | None:
-        """Seconds that copies of KV may take of this step: a quarter of its decode, or any where no row decodes."""
+    def _decode_time(self) -> float | None:
+        """Seconds that decoding takes in a step; None where no row decodes."""
         if not any(row.decoding and row.finish is None for row in self.running):
             return None
-        return 0.25 * (self.pacer.decode_s or 0.0)
+        return self.pacer.decode_s or 0.0
 
     def _restore(self) -> None:
         for row in [row for row in self.running if row.restoring is not None and row.finish is None]:

@@ -28,8 +28,8 @@ __all__ = ["small_rings"]  # a fixture that every test here uses
 @pytest.fixture(autouse=True)
 def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that decodes lets copies have one part a step."""
-    copy_time = Step._copy_time
-    monkeypatch.setattr(Step, "_copy_time", lambda step: None if copy_time(step) is None else 0.0)
+    decode_time = Step._decode_time
+    monkeypatch.setattr(Step, "_decode_time", lambda step: None if decode_time(step) is None else 0.0)
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
