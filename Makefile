@@ -18,7 +18,7 @@ KERNELS := $(VENV)/.built-kernels
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install dev kernels try-kernels test check lint types contracts size sanitize parity e2e bench structured docs docs-check lock clean
+.PHONY: help serve install dev kernels try-kernels test check lint types contracts size sanitize parity e2e agents bench structured docs docs-check lock clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -91,6 +91,10 @@ parity: $(DEV) try-kernels ## SmolLM2 against mlx_lm itself: greedy tokens and l
 
 e2e: $(DEV) try-kernels ## The real server as a process: many clients, dropped clients, failures, leaks
 	$(PYTEST) tests/e2e
+
+agents: $(DEV) try-kernels ## Codex, Claude Code, opencode and pi from npm, live against a scripted model; ARGS="pi-chat"
+	@sh scripts/agents.sh build/agents
+	$(BIN)/python -m tests.agents.live $(ARGS)
 
 structured: $(DEV) try-kernels ## 200 JSON schemas on the starter model, and what a grammar costs
 	$(BIN)/python -m tests.bench.structured $(ARGS)

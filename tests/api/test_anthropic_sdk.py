@@ -338,6 +338,34 @@ def test_tools_reach_the_template_and_none_leaves_them_out(
     assert "weather" not in prompt_of(server)
 
 
+def test_a_tool_that_a_search_found_is_described_there_so_that_the_prompt_so_far_stays_as_it_was(
+    server: Running, claude: anthropic.Anthropic
+) -> None:
+    """Claude Code adds the tools that its ToolSearch finds to every later request."""
+    search: Any = {"name": "search", "input_schema": {"type": "object"}}
+    unused: Any = {"name": "unused", "input_schema": {"type": "object"}, "defer_loading": True}
+    found: Any = {**WEATHER, "defer_loading": True}
+    use: Any = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {"query": "weather"}}
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result: Any = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [reference]}
+    turns: list[Any] = [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    ask: Any = {"model": "any", "max_tokens": 500}
+    server.script.reply = lambda request: call("Paris")
+    early = claude.messages.create(messages=ASK, tools=[search, unused], **ask)
+    first = prompt_of(server)
+    assert [block.type for block in early.content] == ["text"], "a tool that nobody has seen cannot be called"
+    late = claude.messages.create(messages=[*ASK, *turns], tools=[found, search, unused], **ask)
+    second = prompt_of(server)
+    assert "search" in first and "weather" not in first and "unused" not in first
+    assert second.startswith(first)
+    assert '<function>{"name":"weather","description":"Weather of a city"' in second[len(first) :]
+    assert "unused" not in second
+    assert [(block.type, getattr(block, "name", "")) for block in late.content] == [("tool_use", "weather")]
+    named: Any = {"type": "tool", "name": "weather"}
+    claude.messages.create(messages=ASK, tools=[found, search], tool_choice=named, **ask)
+    assert "weather" in prompt_of(server).partition("</tools>")[0], "what must be called has to be known"
+
+
 def test_tool_runner_completes_a_loop(server: Running, claude: anthropic.Anthropic) -> None:
     """The SDK first tries a thread, then sends all; it runs the tool by itself and gets the answer."""
     wanted = '<tool_call>{"name": "double", "arguments": {"number": 21}}</tool_call>'

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mantou.api import defaults
 from mantou.api.anthropic.conversation import Conversation, read_conversation, read_system
+from mantou.api.anthropic.deferred import deferred_names, definitions, resolved
 from mantou.api.anthropic.tools import ToolChoice, check_tool_choice, read_tool_choice, read_tools
 from mantou.api.fields import Field, Shaped, shown, wrong
 from mantou.api.openai.messages import num_characters
@@ -37,11 +38,12 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True)
 class PromptAsk:
-    """What a prompt is made of. `tools` are those that the model may call."""
+    """What a prompt is made of. `tools` are those that the model may call, `listed` those that it begins with."""
 
     conversation: Conversation
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
+    listed: tuple[Mapping[str, Any], ...]
     tool_choice: ToolChoice
     thinking: Thinking
     effort: str | None
@@ -102,7 +104,8 @@ _SYSTEM = Shaped(
 )
 _TOOLS = Shaped(
     "tools",
-    "Tools that the caller runs. Those that Anthropic runs or defines are left out.",
+    "Tools that the caller runs. Those that Anthropic runs or defines are left out. One with `defer_loading` is "
+    "described where a tool_reference in a tool's result names it.",
     read_tools,
     {"type": ["array", "null"], "items": {"type": "object", "required": ["name"]}},
 )
@@ -164,21 +167,31 @@ PROMPT_FIELDS: tuple[Field[Any], ...] = (
 
 def read_prompt(body: Mapping[str, Any]) -> PromptAsk:
     """Checks every field of the prompt. Raises BadRequest that names the first wrong one."""
-    conversation = _MESSAGES.read(body)
+    tools = _TOOLS.read(body) or ()
+    deferred = deferred_names(body.get("tools"))
+    messages, found = resolved(body.get("messages"), definitions(tools, deferred))
+    conversation = _MESSAGES.read({"messages": messages})
     if conversation is None:
         raise BadRequest("messages is missing; send a list with at least one message.", param="messages")
-    tools = _TOOLS.read(body) or ()
     choice = _TOOL_CHOICE.read(body) or ToolChoice()
     check_tool_choice(choice, tools)
+    if choice.kind == "none":
+        tools = ()
+    unlisted = deferred - {choice.name}
     return PromptAsk(
         conversation=conversation,
         messages=conversation.with_system(_SYSTEM.read(body)),
-        tools=() if choice.kind == "none" else tools,
+        tools=_without(tools, unlisted - found),
+        listed=_without(tools, unlisted),
         tool_choice=choice,
         thinking=_THINKING.read(body) or Thinking(),
         effort=_OUTPUT.read(body),
         grammar=one_grammar(_output_format(body), _OUTPUT_FORMAT.read(body)),
     )
+
+
+def _without(tools: Sequence[Mapping[str, Any]], names: Collection[str]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(tool for tool in tools if tool["function"]["name"] not in names)
 
 
 def thinks(ask: PromptAsk, config: Config) -> bool | None:
@@ -205,7 +218,7 @@ def render(ask: PromptAsk, loaded: Loaded, config: Config) -> Prompt:
         kwargs["reasoning_effort"] = ask.effort
     return loaded.template.render(
         ask.messages,
-        tools=ask.tools or None,
+        tools=ask.listed or None,
         kwargs=kwargs,
         continue_final=ask.conversation.continues,
     )
