@@ -363,9 +363,12 @@ class DeviceOps(Protocol):
         count: mx.array | None,
         first_slot: int,
         ring: int,
+        table: mx.array | None = None,
+        block: int = 0,
     ) -> mx.array | None:
         """Rows [B, H, T, d] in `buffer` [slots, H, columns, d]: row b in slot first_slot + b from column start[b] on,
-        modulo `ring` if that is not 0, and only its first count[b]. None = MLX's own operations will do.
+        modulo `ring` if that is not 0, and only its first count[b]. With `table` int32[B, blocks] there is one slot, and
+        position p of row b is in column table[b, p // block] * block + p % block. None = MLX's own operations will do.
         """
         ...
 

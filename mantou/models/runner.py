@@ -12,6 +12,7 @@ import numpy as np
 from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import WriteRows, no_write_rows
+from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
 from mantou.models import tape
 from mantou.models.device import release_thread
@@ -47,6 +48,7 @@ class Runner:
         span_step: int = 1,
         ring_slack: int = RING_SLACK,
         write_rows: WriteRows = no_write_rows,
+        block: int | None = None,
     ) -> None:
         family, shapes = model.family, model.shapes
         self.model = model
@@ -57,13 +59,15 @@ class Runner:
         self.recurrent = "recurrent" in layout_names(shapes)
         self.plan = scheme.plan(shapes)
         self.ring_slack = max(max_width, ring_slack)
+        pages = Pages(block) if block else None
         self.kv = KVBatch(
-            lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class()),
+            lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class(), pages),
             array_offsets=family.ragged_offsets,
             mask_axes=family.mask_axes,
             span_step=span_step,
             arrange=lambda layouts: arrange(shapes, layouts),
             write_rows=write_rows,
+            pages=pages,
         )
         self._selection: Selection | None = install(model.module)
         if self.recurrent:

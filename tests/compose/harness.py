@@ -68,6 +68,7 @@ class Case:
     pipelined: bool = True
     fill: bool = False
     sampler: Any = field(default_factory=DeviceSampler)
+    block: int | None = None  # of paged keys and values; None = a buffer a row
 
 
 class Mixed:
@@ -102,6 +103,7 @@ def make_step(case: Case) -> Step:
         max_width=case.chunk,
         span_step=shapes.span_step,
         ring_slack=case.ring_slack,
+        block=case.block,
     )
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),

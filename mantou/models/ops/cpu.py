@@ -98,10 +98,13 @@ class CpuOps:
         count: mx.array | None,
         first_slot: int,
         ring: int,
+        table: mx.array | None = None,
+        block: int = 0,
     ) -> mx.array:
         from mantou.models.ops.extension import kernels
 
-        return kernels.kv_write(buffer, rows, start, count, first_slot=first_slot, ring=ring)
+        where = {"first_slot": first_slot, "ring": ring, "table": table, "block": block}
+        return kernels.kv_write(buffer, rows, start, count, **where)
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""

@@ -86,7 +86,7 @@ class CudaOps:
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
         return ()
 
-    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any) -> None:
         return None
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:

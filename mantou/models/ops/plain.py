@@ -17,7 +17,7 @@ class PlainOps:
     def install(self, model: Any) -> Sequence[str]:
         return self._notes
 
-    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any) -> None:
         return None
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:
