@@ -372,6 +372,26 @@ class DeviceOps(Protocol):
         """
         ...
 
+    def read_blocks(
+        self,
+        q: mx.array,
+        pools: tuple[Sequence[mx.array], Sequence[mx.array]],
+        table: mx.array,
+        block: int,
+        span: int,
+        *,
+        bits: int,
+        group: int,
+        scale: float,
+        mask: str | mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention of q [B, H, T, D] over the first `span` positions of each row, read from pools [1, Hk, columns, ...]
+        of keys and of values through a table as in `write_rows`; with `bits`, of the parts that `mx.quantize` makes.
+        None = it has no such form, and the rows are fetched first.
+        """
+        ...
+
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits.
 

@@ -23,7 +23,7 @@ from mantou.kv.geometry import Geometry
 ZEROS, SINK = 0, 1
 _SPECIAL = 2
 # Rows are fetched together unless fetching the shorter ones on their own spares at least so many columns.
-_MIN_SPARED = 1024
+MIN_SPARED = 1024
 
 
 def pool_bucket(num_blocks: int) -> int:
@@ -191,8 +191,16 @@ class Placement:
 
     @cached_property
     def table(self) -> mx.array:
-        """For kernels, which write no padding and read no further than a row goes."""
+        """For kernels that write, but no padding, and read no further than a row goes."""
         return mx.array(self._blocks)
+
+    @cached_property
+    def seen(self) -> mx.array:
+        """The same for kernels that only read, perhaps what a mask then hides."""
+        g = self.geometry
+        wide = np.full((len(self._rows), max(blocks_for(g.span, self.block), self._rows.shape[1])), ZEROS, np.int32)
+        wide[:, : self._rows.shape[1]] = self._rows
+        return mx.array(wide)
 
     @cached_property
     def written(self) -> mx.array:
@@ -220,13 +228,16 @@ class Placement:
     def parties(self) -> tuple[tuple[int, ...], ...]:
         """The rows in groups of like lengths, longest first: each group is fetched up to its longest row only."""
         g = self.geometry
-        needs = [s + g.width if n else 0 for s, n in zip(g.starts, g.group.num_tokens, strict=True)]
+        active = [s + g.width if n else 0 for s, n in zip(g.starts, g.group.num_tokens, strict=True)]
+        least = min(need for need in active if need)
+        needs = [need or least for need in active]  # idle rows go with the shortest
         order = sorted(range(len(needs)), key=lambda row: -needs[row])
-        parties, first = list[list[int]](), 0
+        parties: list[list[int]] = []
+        first = 0
         for at, row in enumerate(order):
             left = len(order) - at
             spared = left * (needs[order[first]] - needs[row])
-            if not parties or (2 * needs[row] <= needs[order[first]] and spared >= _MIN_SPARED):
+            if not parties or (2 * needs[row] <= needs[order[first]] and spared >= MIN_SPARED):
                 parties.append([])
                 first = at
             parties[-1].append(row)

@@ -14,11 +14,12 @@ from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
-from mantou.models import tape
+from mantou.models import paging, tape
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, install
 from mantou.models.layouts import arrange, layout_names, make_layouts
 from mantou.models.load import LoadedModel, arrays_cache
+from mantou.models.paging import ReadBlocks
 from mantou.protocols import Group, KVScheme
 
 # Columns of a ring beyond its window. The place of a position in the ring decides the order in which attention sums it,
@@ -49,6 +50,7 @@ class Runner:
         ring_slack: int = RING_SLACK,
         write_rows: WriteRows = no_write_rows,
         block: int | None = None,
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
         family, shapes = model.family, model.shapes
         self.model = model
@@ -60,6 +62,7 @@ class Runner:
         self.plan = scheme.plan(shapes)
         self.ring_slack = max(max_width, ring_slack)
         pages = Pages(block) if block else None
+        self._read_blocks = read_blocks
         self.kv = KVBatch(
             lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class(), pages),
             array_offsets=family.ragged_offsets,
@@ -108,7 +111,7 @@ class Runner:
             for row, known in enumerate(tokens):
                 padded[row, : len(known)] = known
             tokens = mx.array(padded)
-        self.kv.begin(group, rewindable=rewindable)
+        self._begin(group, rewindable=rewindable)
         if wanted is None or group.width == 1:
             return tokens, self.model.module(tokens, cache=self.kv.caches)
         index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
@@ -120,6 +123,16 @@ class Runner:
             return tokens, self.model.module(tokens, cache=self.kv.caches)
         finally:
             self._selection.index = None
+
+    def _begin(self, group: Group, *, rewindable: bool = False) -> None:
+        if self.paged:
+            paging.install(self._read_blocks)
+        self.kv.begin(group, rewindable=rewindable)
+
+    @property
+    def paged(self) -> bool:
+        """Whether a layer keeps its rows in blocks."""
+        return any(layer.paged for layer in self.kv.layers)
 
     def start(self, logits: mx.array) -> None:
         """Starts the device on a forward whose draw is not known yet. Does not wait."""
@@ -141,7 +154,7 @@ class Runner:
         ):  # such a group holds rows of one width, so the kept part is a group as well
             tokens, width = tokens[:, : max(kept)], max(kept)
         masked = Group(group.lo, width, tuple(kept))
-        self.kv.begin(masked)
+        self._begin(masked)
         self.model.module(tokens, cache=self.kv.caches)
         self.kv.commit(masked, kept)
 

@@ -16,6 +16,7 @@ from mantou.engine.none import NoAdapters, NoConstraints
 from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
 from mantou.engine.step import Step
+from mantou.kv import pages
 from mantou.kv.codecs import Affine, Native, make_scheme
 from mantou.kv.codecs.schemes import Delayed, PerLayer, Turbo
 from mantou.kv.plan import KVPlan
@@ -30,6 +31,7 @@ from mantou.spec.none import NoDraft
 from .families import EQUAL_LENGTHS, EQUAL_WIDTHS, FAMILIES, MASK_AXES, tiny
 
 VOCAB = 97
+pages.MIN_SPARED = 16  # so that short rows part as long ones do
 
 
 def capabilities(name: str) -> Family:

@@ -106,6 +106,41 @@ class CpuOps:
         where = {"first_slot": first_slot, "ring": ring, "table": table, "block": block}
         return kernels.kv_write(buffer, rows, start, count, **where)
 
+    def read_blocks(
+        self,
+        q: mx.array,
+        pools: tuple[Sequence[mx.array], Sequence[mx.array]],
+        table: mx.array,
+        block: int,
+        span: int,
+        *,
+        bits: int,
+        group: int,
+        scale: float,
+        mask: str | mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        from mantou.models.ops.extension import kernels
+
+        keys, values = pools
+        if q.dtype != keys[-1].dtype or (isinstance(mask, str) and mask not in ("", "causal")):
+            return None
+        return kernels.attention(
+            q,
+            keys[0],
+            values[0],
+            scale=scale,
+            causal=isinstance(mask, str) and mask == "causal",
+            mask=mask if isinstance(mask, mx.array) else None,
+            sinks=sinks,
+            groups=[*keys[1:], *values[1:]],
+            bits=bits,
+            group=group,
+            table=table,
+            block=block,
+            columns=span,
+        )
+
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""
         from mantou.models.ops.extension import kernels

@@ -20,5 +20,8 @@ class PlainOps:
     def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any) -> None:
         return None
 
+    def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
+        return None
+
     def draw(self, logits: Any, params: Any, positions: Any) -> None:
         return None
