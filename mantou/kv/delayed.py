@@ -155,7 +155,9 @@ class Delayed:
     def _shares(self, slot: int, num_tokens: int) -> tuple[int, int]:
         """How many of a row's columns are native and packed."""
         if num_tokens > self.boundary and not self._is_packed[slot]:
-            self._pack_row(slot, num_tokens)  # its last forward crossed the threshold: all of it is native still
+            self._pack_row(
+                slot, num_tokens
+            )  # its last forward crossed the threshold: all of it is native still
         return min(num_tokens, self.boundary), num_tokens if self._is_packed[slot] else 0
 
     def snapshot(self, slot: int, num_tokens: int) -> Parts:

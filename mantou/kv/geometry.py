@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mantou.protocols import Group
 
+
 class WriteRows(Protocol):
     def __call__(
         self,

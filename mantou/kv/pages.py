@@ -18,24 +18,12 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from mantou.kv.blocks import NUM_SPECIAL, blocks_for, pool_bucket
 from mantou.kv.geometry import Geometry
 
 ZEROS, SINK = 0, 1
-_SPECIAL = 2
 # Rows are fetched together unless fetching the shorter ones on their own spares at least so many columns.
 MIN_SPARED = 1024
-
-
-def pool_bucket(num_blocks: int) -> int:
-    """Blocks to allocate for so many in use: at most an eighth too many, and few sizes."""
-    step = 4
-    while step * 16 < num_blocks:
-        step *= 2
-    return -(-num_blocks // step) * step
-
-
-def blocks_for(num_tokens: int, block: int) -> int:
-    return -(-num_tokens // block)
 
 
 class Unpaged:
@@ -48,9 +36,8 @@ class Unpaged:
     def swap(self, one: int, other: int) -> None: ...
     def forget(self) -> None: ...
     def check_integrity(self) -> None: ...
-    @property
-    def num_held(self) -> int:
-        return 0
+
+    num_blocks = num_held = 0
 
 
 class Pages:
@@ -77,7 +64,7 @@ class Pages:
     @property
     def capacity(self) -> int:
         """Columns of a pool."""
-        return max(self.num_blocks, _SPECIAL) * self.block
+        return max(self.num_blocks, NUM_SPECIAL) * self.block
 
     @property
     def num_held(self) -> int:
@@ -114,8 +101,8 @@ class Pages:
     def _grow(self, num_wanted: int) -> None:
         if len(self._free) >= num_wanted:
             return
-        before = max(self.num_blocks, _SPECIAL)
-        self.num_blocks = _SPECIAL + pool_bucket(self.num_held + num_wanted)
+        before = max(self.num_blocks, NUM_SPECIAL)
+        self.num_blocks = NUM_SPECIAL + pool_bucket(self.num_held + num_wanted)
         for block in range(before, self.num_blocks):
             heapq.heappush(self._free, block)
 
@@ -144,7 +131,8 @@ class Pages:
         """int32[hi - lo]: where the row's positions [lo, hi) are in a pool."""
         positions = np.arange(lo, hi)
         return mx.array(
-            self._table[slot, positions // self.block] * self.block + (positions % self.block).astype(np.int32)
+            self._table[slot, positions // self.block] * self.block
+            + (positions % self.block).astype(np.int32)
         )
 
     def placed(self, geometry: Geometry) -> Placement:
@@ -164,7 +152,7 @@ class Pages:
         """Raises AssertionError if a block is lost, has two owners, or is one of the special ones."""
         owned = [block for slot in range(self.num_slots) for block in self.blocks(slot)]
         every = sorted([*owned, *self._free])
-        assert every == list(range(_SPECIAL, max(self.num_blocks, _SPECIAL))), (owned, self._free)
+        assert every == list(range(NUM_SPECIAL, max(self.num_blocks, NUM_SPECIAL))), (owned, self._free)
         for slot, held in enumerate(self._held):
             assert (self._table[slot, held:] == ZEROS).all(), (slot, self._table[slot])
         for pages in self._below.values():
@@ -198,7 +186,9 @@ class Placement:
     def seen(self) -> mx.array:
         """The same for kernels that only read, perhaps what a mask then hides."""
         g = self.geometry
-        wide = np.full((len(self._rows), max(blocks_for(g.span, self.block), self._rows.shape[1])), ZEROS, np.int32)
+        wide = np.full(
+            (len(self._rows), max(blocks_for(g.span, self.block), self._rows.shape[1])), ZEROS, np.int32
+        )
         wide[:, : self._rows.shape[1]] = self._rows
         return mx.array(wide)
 

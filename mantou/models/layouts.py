@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.chunked import ChunkedRing, DelayedChunks, Member
 from mantou.kv.delayed import Delayed
 from mantou.kv.layouts import FullRows, Layout, Rows, WindowRing
@@ -122,9 +123,6 @@ def _chunked(shape: LayerShape, codec: LayerCodec, num_slots: int, slack: int) -
 
 
 LAYOUTS: dict[str, LayoutFactory] = {"full": _full, "keys": _full, "window": _window, "chunked": _chunked}
-
-
-PAGEABLE = ("full", "keys")  # a ring is bounded by its window, a state by nothing that grows
 
 
 def make_layouts(

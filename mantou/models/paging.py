@@ -1,8 +1,8 @@
 """Attention over paged rows: each row's own blocks and no longer neighbour's. Knows arrays, no family by name.
 
-Graphs call `mx.fast.scaled_dot_product_attention` with what a paged layer gave them: all rows' columns up to the longest
-row, not computed yet. Recognised here, rows of like lengths are fetched and attended together instead; whatever a graph
-has changed, or masks in a way of its own, is computed as it stands. A device that reads blocks in place does so.
+Graphs call `mx.fast.scaled_dot_product_attention` with what a paged layer gave them: all rows' columns up to the
+longest row, not computed yet. Recognised here, rows of like lengths are fetched and attended together instead. What a
+graph has changed, or masks in a way of its own, is computed as it stands. A device that reads blocks in place does so.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class ReadBlocks(Protocol):
         table: mx.array,
         block: int,
         span: int,
+        *,
         bits: int,
         group: int,
         **options: Any,
@@ -40,7 +41,9 @@ class PagedAttention:
     def __init__(self, plain: Attention, read_blocks: ReadBlocks | None) -> None:
         self.plain = plain
         self.read_blocks = read_blocks
-        self._masks: tuple[mx.array, list[mx.array]] | None = None  # the running forward's, and each party's part
+        self._masks: tuple[mx.array, list[mx.array]] | None = (
+            None  # the running forward's, and each party's part
+        )
 
     def __call__(
         self,
@@ -63,7 +66,9 @@ class PagedAttention:
                 return done
         return self.plain(q, k, v, scale=scale, mask=mask, sinks=sinks, **more)
 
-    def _in_place(self, q: mx.array, keys: Fetched, values: Fetched, options: dict[str, Any]) -> mx.array | None:
+    def _in_place(
+        self, q: mx.array, keys: Fetched, values: Fetched, options: dict[str, Any]
+    ) -> mx.array | None:
         groups = groups_of(keys.codec, q.shape[-1])
         if groups is None or groups != groups_of(values.codec, q.shape[-1]) or keys.dtype != values.dtype:
             return None
@@ -75,8 +80,8 @@ class PagedAttention:
             placement.seen,
             placement.block,
             keys.span,
-            groups.bits,
-            groups.group_size,
+            bits=groups.bits,
+            group=groups.group_size,
             **options,
         )
 
@@ -102,15 +107,11 @@ class PagedAttention:
             return together
         return mx.take(together, mx.array([order.index(row) for row in range(len(order))]), axis=0)
 
-    def _parts(
-        self, mask: mx.array, keys: Fetched, parties: Sequence[Sequence[int]]
-    ) -> list[mx.array]:
+    def _parts(self, mask: mx.array, keys: Fetched, parties: Sequence[Sequence[int]]) -> list[mx.array]:
         """Each party's part of the mask, the same arrays for all layers of a forward."""
         if self._masks is None or self._masks[0] is not mask:
             spans = [keys.placement.span_of(party) for party in parties]
-            self._masks = mask, [
-                _taken(mask, p)[..., :s] for p, s in zip(parties, spans, strict=True)
-            ]
+            self._masks = mask, [_taken(mask, p)[..., :s] for p, s in zip(parties, spans, strict=True)]
         return self._masks[1]
 
 
@@ -138,6 +139,6 @@ def install(read_blocks: ReadBlocks | None = None) -> None:
     """Puts it before this process's attention; what is not paged passes through. Calling it again changes nothing, and
     is needed after a device has put its own there for another model."""
     found = mx.fast.scaled_dot_product_attention
-    if not isinstance(found, PagedAttention) or found.read_blocks != read_blocks:
+    if not isinstance(found, PagedAttention) or (found.read_blocks is None) != (read_blocks is None):
         plain = found.plain if isinstance(found, PagedAttention) else found
         mx.fast.scaled_dot_product_attention = PagedAttention(plain, read_blocks)

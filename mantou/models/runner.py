@@ -11,6 +11,7 @@ import numpy as np
 
 from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
@@ -34,7 +35,7 @@ def _recurrent_class() -> type[RecurrentState]:
 
 
 class Runner:
-    """Owns the graph and its KV batch.
+    """Owns the graph and its KV batch, whose rows share pools of `block` tokens a block where their layers can.
 
     `max_width` bounds the tokens a row may feed in one forward; attention over ragged rows reads a multiple of
     `span_step` columns.
@@ -61,7 +62,8 @@ class Runner:
         self.recurrent = "recurrent" in layout_names(shapes)
         self.plan = scheme.plan(shapes)
         self.ring_slack = max(max_width, ring_slack)
-        pages = Pages(block) if block else None
+        self.block = block if layout_names(shapes).keys() & set(PAGEABLE) else None
+        pages = Pages(self.block) if self.block else None
         self._read_blocks = read_blocks
         self.kv = KVBatch(
             lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class(), pages),
@@ -125,14 +127,9 @@ class Runner:
             self._selection.index = None
 
     def _begin(self, group: Group, *, rewindable: bool = False) -> None:
-        if self.paged:
+        if self.block:
             paging.install(self._read_blocks)
         self.kv.begin(group, rewindable=rewindable)
-
-    @property
-    def paged(self) -> bool:
-        """Whether a layer keeps its rows in blocks."""
-        return any(layer.paged for layer in self.kv.layers)
 
     def start(self, logits: mx.array) -> None:
         """Starts the device on a forward whose draw is not known yet. Does not wait."""

@@ -66,6 +66,7 @@ class CpuOps:
     """Replaces linear layers, embeddings, expert stacks and the mx.fast entry points of a loaded graph."""
 
     name = "cpu"
+    reads_blocks = True
 
     def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
         from mantou.models.ops.extension import kernels

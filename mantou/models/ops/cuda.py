@@ -74,6 +74,7 @@ class FoldedAttention:
 
 class CudaOps:
     name = "cuda"
+    reads_blocks = False
 
     def install(self, model: Any) -> Sequence[str]:
         """Retypes quantised layers of the graph and replaces MLX's attention for this process."""
@@ -83,11 +84,15 @@ class CudaOps:
             elif type(module) is nn.QuantizedEmbedding:
                 module.__class__ = FlatQuantizedEmbedding
         found = mx.fast.scaled_dot_product_attention
-        if not isinstance(getattr(found, "plain", None), FoldedAttention) and not isinstance(found, FoldedAttention):
+        if not isinstance(getattr(found, "plain", None), FoldedAttention) and not isinstance(
+            found, FoldedAttention
+        ):
             mx.fast.scaled_dot_product_attention = FoldedAttention(found)
         return ()
 
-    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any) -> None:
+    def write_rows(
+        self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any
+    ) -> None:
         return None
 
     def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
