@@ -58,7 +58,10 @@ def _examine() -> str | None:
         return "this CPU has neither AVX2 nor NEON dot products"
     from mantou.models.ops.self_test import self_test
 
-    failure = self_test()
+    try:
+        failure = self_test()
+    except TypeError:  # functions that take other arguments
+        return "the package mantou-kernels is of another version; `pip install ./kernels` builds it"
     return f"self-test failed: {failure}" if failure else None
 
 
