@@ -384,9 +384,7 @@ class DeviceOps(Protocol):
         *,
         bits: int,
         group: int,
-        scale: float,
-        mask: str | mx.array | None,
-        sinks: mx.array | None,
+        **options: Any,  # of mx.fast.scaled_dot_product_attention
     ) -> mx.array | None:
         """Attention of q [B, H, T, D] over the first `span` positions of each row, read from pools [1, Hk, columns, d]
         of keys and of values through a table as in `write_rows`; with `bits`, of the parts that `mx.quantize` makes.

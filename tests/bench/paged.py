@@ -99,7 +99,7 @@ def compare(
     found = []
     for name, lengths in loads(longest).items():
         times: dict[str, list[float]] = {kind: [] for kind in runners}
-        for kind, runner in runners.items():
+        for runner in runners.values():
             fill(runner, lengths, dtype)
             step_ms(runner, len(lengths), 3)
         for _ in range(rounds):
@@ -116,7 +116,7 @@ def compare(
         print(
             name,
             codec,
-            {k: v if isinstance(v, float) else v for k, v in row.items() if k not in ("load", "codec")},
+            {key: row[key] for key in row if key not in ("load", "codec")},
             flush=True,
         )
     return found

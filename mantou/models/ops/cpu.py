@@ -121,13 +121,14 @@ class CpuOps:
         bits: int,
         group: int,
         scale: float,
-        mask: str | mx.array | None,
-        sinks: mx.array | None,
+        mask: str | mx.array | None = None,
+        sinks: mx.array | None = None,
+        **options: Any,
     ) -> mx.array | None:
         from mantou.models.ops.extension import kernels
 
         keys, values = pools
-        if q.dtype != keys[-1].dtype or (isinstance(mask, str) and mask not in ("", "causal")):
+        if options or q.dtype != keys[-1].dtype or (isinstance(mask, str) and mask not in ("", "causal")):
             return None
         return kernels.attention(
             q,
