@@ -16,7 +16,7 @@ from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import FullRows
 from mantou.kv.lending import Loan
 from mantou.kv.pages import Pages, Placement
-from mantou.kv.pieces import Parts
+from mantou.kv.pieces import Parts, host_is_device
 from mantou.kv.plan import LayerCodec
 from mantou.protocols import KVCodec
 
@@ -64,6 +64,10 @@ def _remember(*found: Fetched) -> None:
 def _gathered(part: mx.array, index: mx.array) -> mx.array:
     """[rows, H, span, ...] of a pool [1, H, columns, ...] in one copy."""
     return mx.take_along_axis(part, index, axis=2)
+
+
+def _joined(parts: Sequence[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=2)
 
 
 class PagedRows(FullRows):
@@ -139,7 +143,7 @@ class PagedRows(FullRows):
                 part[:, :, index] = 0
 
     def _rows(self, slot: int, span: int) -> Parts:
-        rows = self.columns(slot, 0, span)
+        rows = tuple(mx.contiguous(part) for part in self.columns(slot, 0, span))
         mx.eval(rows)  # so that the buffers have one owner again and the next write is in place
         return rows
 
@@ -153,6 +157,9 @@ class PagedRows(FullRows):
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         if not self.keys:
             return ()
+        if host_is_device():  # a block at a time is copied as it lies
+            runs = self._pages.runs(slot, lo, hi)
+            return tuple(_joined([p[:, :, a:b] for a, b in runs]) for p in (*self.keys, *self.values))
         index = self._pages.columns(slot, lo, hi)[None, None, :, None]
         return tuple(_gathered(part, index) for part in (*self.keys, *self.values))
 
@@ -170,6 +177,13 @@ class PagedRows(FullRows):
         """Writes a row's first columns, allocating what is missing."""
         half = self.codec.keys.num_parts
         self.keys, self.values = self._grown(self.keys, rows[:half]), self._grown(self.values, rows[half:])
-        index = self._pages.columns(slot, 0, rows[0].shape[2])
+        num_tokens = rows[0].shape[2]
+        runs = self._pages.runs(slot, 0, num_tokens) if host_is_device() else []
+        index = None if runs else self._pages.columns(slot, 0, num_tokens)
         for part, row in zip((*self.keys, *self.values), rows, strict=True):
-            part[:, :, index] = row
+            if index is not None:
+                part[:, :, index] = row
+            done = 0
+            for first, end in runs:
+                part[:, :, first:end] = row[:, :, done : done + end - first]
+                done += end - first

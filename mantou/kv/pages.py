@@ -14,6 +14,7 @@ import heapq
 import sys
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -129,11 +130,20 @@ class Pages:
 
     def columns(self, slot: int, lo: int, hi: int) -> mx.array:
         """int32[hi - lo]: where the row's positions [lo, hi) are in a pool."""
+        return mx.array(self._columns(slot, lo, hi))
+
+    def _columns(self, slot: int, lo: int, hi: int) -> np.ndarray:
         positions = np.arange(lo, hi)
-        return mx.array(
-            self._table[slot, positions // self.block] * self.block
-            + (positions % self.block).astype(np.int32)
-        )
+        blocks = self._table[slot, positions // self.block]
+        return (blocks * self.block + positions % self.block).astype(np.int32)
+
+    def runs(self, slot: int, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The same as (first column, one past the last) of neighbours, in the order of the positions."""
+        if lo == hi:
+            return [(0, 0)]
+        columns = self._columns(slot, lo, hi)
+        edges = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
+        return [(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(edges)]
 
     def placed(self, geometry: Geometry) -> Placement:
         """Where a forward's tokens go; made once for all layers."""
