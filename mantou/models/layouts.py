@@ -138,8 +138,8 @@ def make_layouts(
         if pages is not None and shape.layout in PAGEABLE:
             if not codec.start:
                 return PagedRows(codec, pages)
-            below = pages.below(codec.start)
-            return Delayed(lambda inner: PagedRows(inner, below if inner is codec.below else pages), codec)
+            whole, below = pages, pages.below(codec.start)
+            return Delayed(lambda inner: PagedRows(inner, below if inner is codec.below else whole), codec)
         if not codec.start:
             return factory(shape, codec, num_slots, slack)
         delayed = DelayedChunks if shape.layout == "chunked" else Delayed

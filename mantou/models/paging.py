@@ -58,10 +58,9 @@ class PagedAttention:
     ) -> mx.array:
         keys, values = fetched(k), fetched(v)
         if keys is not None and values is not None and not any(more.values()):
-            options = {"scale": scale, "mask": mask, "sinks": sinks}
-            done = self._in_place(q, keys, values, options) if self.read_blocks is not None else None
-            if done is None and _can_part(q, keys, mask):
-                done = self._in_parties(q, keys, values, **options)
+            done = self._in_place(q, keys, values, {"scale": scale, "mask": mask, "sinks": sinks})
+            if done is None and isinstance(mask, mx.array) and _can_part(q, keys, mask):
+                done = self._in_parties(q, keys, values, scale, mask, sinks)
             if done is not None:
                 return done
         return self.plain(q, k, v, scale=scale, mask=mask, sinks=sinks, **more)
@@ -70,9 +69,8 @@ class PagedAttention:
         self, q: mx.array, keys: Fetched, values: Fetched, options: dict[str, Any]
     ) -> mx.array | None:
         groups = groups_of(keys.codec, q.shape[-1])
-        if groups is None or groups != groups_of(values.codec, q.shape[-1]) or keys.dtype != values.dtype:
+        if groups is None or groups != groups_of(values.codec, q.shape[-1]) or self.read_blocks is None:
             return None
-        assert self.read_blocks is not None
         placement = keys.placement
         return self.read_blocks(
             q,
@@ -115,12 +113,11 @@ class PagedAttention:
         return self._masks[1]
 
 
-def _can_part(q: mx.array, keys: Fetched, mask: str | mx.array | None) -> bool:
+def _can_part(q: mx.array, keys: Fetched, mask: mx.array) -> bool:
     """Rows of unlike lengths whose mask has a plane a row and reaches over all columns."""
     rows = q.shape[0]
     return (
-        isinstance(mask, mx.array)
-        and mask.ndim == 4
+        mask.ndim == 4
         and mask.shape[0] == rows
         and mask.shape[-1] == keys.span
         and len(keys.placement.parties) > 1

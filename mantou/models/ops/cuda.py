@@ -91,7 +91,15 @@ class CudaOps:
         return ()
 
     def write_rows(
-        self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int, *paged: Any
+        self,
+        buffer: Any,
+        rows: Any,
+        start: Any,
+        count: Any,
+        first_slot: int,
+        ring: int,
+        table: Any = None,
+        block: int = 0,
     ) -> None:
         return None
 
