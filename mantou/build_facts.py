@@ -100,7 +100,7 @@ def choose_paging(config: Config, reads_blocks: bool) -> tuple[int | None, str]:
         return config.paged_kv_block_size, "auto: this device reads blocks in place"
     return (
         None,
-        "auto: fetching blocks costs rows of like length time on this device; --paged-kv on saves memory",
+        "auto: attention on this device does not read blocks in place; --paged-kv on saves memory",
     )
 
 
