@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mantou import __version__
-from mantou.build_facts import default_rows, describe, limit_context, model_id
+from mantou.build_facts import (
+    choose_paging,
+    default_rows,
+    describe,
+    describe_paging,
+    limit_context,
+    model_id,
+)
 from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.errors import ConfigError, MantouError, ModelError
@@ -154,12 +161,15 @@ def load_step(
     token_bytes = plan.token_bytes()
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
     shapes = Shapes(bucketed=not device.on_cpu)
+    block, why = choose_paging(config, ops.reads_blocks)
     runner = Runner(
         loaded,
         scheme,
         max_width=config.prefill_chunk,
         span_step=shapes.span_step,
         write_rows=ops.write_rows,
+        read_blocks=ops.read_blocks if ops.reads_blocks else None,
+        block=block,
     )
     info = describe(folder, config, loaded, plan.name, device.name, notes, template)
     info = replace(
@@ -169,6 +179,7 @@ def load_step(
             "kv_bytes_per_token": token_bytes,
             "memory_bytes": device.memory_bytes,
             "kv_codecs": dict(plan.counts),
+            "kv_paging": describe_paging(info.num_layers, runner.block, why),
         },
     )
     budget = make_budget(config, runner, shapes.slots)
@@ -220,7 +231,7 @@ def make_budget(config: Config, runner: Runner, slots: Callable[[int], int]) -> 
     )
     if config.memory_budget_bytes is not None:
         limit_memory(config.memory_budget_bytes)
-    return KVBudget(runner.plan, limit, slots, runner.ring_slack)
+    return KVBudget(runner.plan, limit, slots, runner.ring_slack, runner.block)
 
 
 def check(config: Config) -> None:

@@ -95,6 +95,8 @@ def load_draft_model(
         max_width=config.prefill_chunk,
         span_step=target.span_step,
         write_rows=ops.write_rows,
+        read_blocks=ops.read_blocks if ops.reads_blocks else None,
+        block=target.block,
     )
     numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
     provider = ModelDraft(

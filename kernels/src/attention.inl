@@ -8,6 +8,18 @@
 
 constexpr int kManyQueries = 8;  // from here on a transposed copy of 16 keys pays
 
+// Columns [j, the result) lie side by side, from row `row_of(t, j)` on.
+MANTOU_INLINE int run_end(const AttendTask& t, int j, int hi) {
+  if (t.blocks == nullptr) return hi;
+  const int end = ((j >> t.block_shift) + 1) << t.block_shift;
+  return end < hi ? end : hi;
+}
+
+MANTOU_INLINE int64_t row_of(const AttendTask& t, int j) {
+  if (t.blocks == nullptr) return j;
+  return (int64_t{t.blocks[j >> t.block_shift]} << t.block_shift) + (j & ((1 << t.block_shift) - 1));
+}
+
 // Lane sums of QT queries against 16 keys in kt ([d][16]); lane l sums d = l, l + 16, ...
 template <int QT>
 MANTOU_INLINE void lane_sum(const float* const* q, const float* kt, int head_dim, int lane, Vf out[QT]) {
@@ -54,9 +66,10 @@ static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* s
   alignas(64) float row[kLanes];
   for (int j0 = lo; j0 < hi; j0 += kLanes) {
     const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
+    const int64_t at = row_of(t, j0);  // blocks hold whole tiles
     for (int j = 0; j < keys; ++j)
       each_vector(t.head_dim, [&](int d, int lanes) {
-        store(row, load_key(t, j0 + j, d, lanes));
+        store(row, load_key(t, at + j, d, lanes));
         for (int i = 0; i < lanes; ++i) kt[16 * (d + i) + j] = row[i];
       });
     float* out = scores + (j0 - lo);
@@ -68,19 +81,22 @@ static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* s
 
 // Packed keys are unpacked once for all queries.
 static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, float* scores, size_t stride) {
-  for (int j = lo; j < hi; ++j) {
-    for (int d = 0; d < t.head_dim; d += kLanes)
-      store(key + d, load_packed(t.keys, t.key_stride, t.key_groups, t.kv, j, d));
-    for (int i = 0; i < t.num_queries; ++i) {
-      Vf acc = zero();
-      for (int d = 0; d < t.head_dim; d += kLanes) acc = fma(load(t.queries[i] + d), load(key + d), acc);
-      scores[i * stride + (j - lo)] = reduce_add(acc);
+  for (int j = lo; j < hi;) {
+    int64_t at = row_of(t, j);
+    for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
+      for (int d = 0; d < t.head_dim; d += kLanes)
+        store(key + d, load_packed(t.keys, t.key_stride, t.key_groups, t.kv, at, d));
+      for (int i = 0; i < t.num_queries; ++i) {
+        Vf acc = zero();
+        for (int d = 0; d < t.head_dim; d += kLanes) acc = fma(load(t.queries[i] + d), load(key + d), acc);
+        scores[i * stride + (j - lo)] = reduce_add(acc);
+      }
     }
   }
 }
 
 // Asks for the keys that come soon and for the value that is weighed later: a decoding row reads each once, from memory.
-MANTOU_INLINE void fetch_ahead(const AttendTask& t, int j, int hi) {
+MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t j, int64_t hi) {
   constexpr int kAhead = 8;
   const auto fetch = [&](const void* rows, int64_t at, int dim) {
     const auto* p = static_cast<const char*>(rows) + at * static_cast<int64_t>(size_of(t.kv));
@@ -91,15 +107,19 @@ MANTOU_INLINE void fetch_ahead(const AttendTask& t, int j, int hi) {
 }
 
 static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {
-  for (int j = lo; j < hi; ++j) {
-    fetch_ahead(t, j, hi);
-    for (int i = 0; i < t.num_queries; ++i) {
-      Vf acc = zero();
-      each_vector(t.head_dim, [&](int d, int lanes) {
-        const Vf key = load_as_part(t.keys, static_cast<size_t>(j * t.key_stride + d), t.kv, lanes);
-        acc = fma(load(t.queries[i] + d), key, acc);
-      });
-      scores[i * stride + (j - lo)] = reduce_add(acc);
+  for (int j = lo; j < hi;) {
+    const int end = run_end(t, j, hi);
+    int64_t at = row_of(t, j);
+    for (const int64_t last = at + (end - j); j < end; ++j, ++at) {
+      fetch_ahead(t, at, last);
+      for (int i = 0; i < t.num_queries; ++i) {
+        Vf acc = zero();
+        each_vector(t.head_dim, [&](int d, int lanes) {
+          const Vf key = load_as_part(t.keys, static_cast<size_t>(at * t.key_stride + d), t.kv, lanes);
+          acc = fma(load(t.queries[i] + d), key, acc);
+        });
+        scores[i * stride + (j - lo)] = reduce_add(acc);
+      }
     }
   }
 }
@@ -146,22 +166,25 @@ MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, in
   for (int i = 0; i < QT; ++i)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[i][v] = zero();
-  for (int j = lo; j < hi; ++j) {
-    Vf value[NV];
+  for (int j = lo; j < hi;) {
+    int64_t at = row_of(t, j);
+    for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
+      Vf value[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      const int d = d0 + v * kLanes;
-      if constexpr (Packed) {
-        value[v] = load_packed(t.values, t.value_stride, t.value_groups, t.kv, j, d);
-      } else {
-        value[v] = load_as_part(t.values, static_cast<size_t>(j * t.value_stride + d), t.kv, t.value_dim - d);
+      for (int v = 0; v < NV; ++v) {
+        const int d = d0 + v * kLanes;
+        if constexpr (Packed) {
+          value[v] = load_packed(t.values, t.value_stride, t.value_groups, t.kv, at, d);
+        } else {
+          value[v] = load_as_part(t.values, static_cast<size_t>(at * t.value_stride + d), t.kv, t.value_dim - d);
+        }
       }
-    }
 #pragma GCC unroll 4
-    for (int i = 0; i < QT; ++i) {
-      const Vf w = set1(p[(q0 + i) * stride + (j - lo)]);
+      for (int i = 0; i < QT; ++i) {
+        const Vf w = set1(p[(q0 + i) * stride + (j - lo)]);
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[i][v] = fma(w, value[v], acc[i][v]);
+        for (int v = 0; v < NV; ++v) acc[i][v] = fma(w, value[v], acc[i][v]);
+      }
     }
   }
   for (int i = 0; i < QT; ++i)

@@ -39,6 +39,9 @@ struct AttendTask {
   float* const* out;   // [num_queries] -> [value_dim]
   float* scratch;      // attend_scratch_floats()
   Groups key_groups, value_groups;
+  // Column j is row blocks[j >> block_shift] * block + j % block of the keys and values, or row j where there are none.
+  const int32_t* blocks = nullptr;
+  int block_shift = 0;
 };
 
 struct DeltaTask {  // one value head of one batch row of the gated delta rule

@@ -131,7 +131,8 @@ class Layer {
     a.batch = c_.batch, a.tokens = c_.tokens, a.heads = s_.heads, a.kv_heads = s_.kv_heads;
     a.head_dim = a.value_dim = s_.head_dim;
     a.keys = 0;  // up to the last column in use: more would only cost scratch memory
-    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(c_.start[b] + c_.tokens, c_.keys.capacity));
+    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(c_.start[b] + c_.tokens, c_.keys.reach()));
+    a.table = c_.keys.table;
     a.scale = s_.scale;
     a.q.data = qkv;
     a.q.type = c_.type;
@@ -189,8 +190,9 @@ void check_layer(const LayerSpec& s) {
 void run_layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call) {
   for (int b = 0; b < call.batch; ++b) {
     const int n = call.count != nullptr ? call.count[b] : call.tokens;
-    const int64_t room = call.ring > 0 ? INT32_MAX : call.keys.capacity;
-    if (n < 0 || n > call.tokens || call.start[b] < 0 || call.start[b] + int64_t{n} > room)
+    const int64_t room = call.ring > 0 ? INT32_MAX : call.keys.reach();
+    if (n < 0 || n > call.tokens || call.start[b] < 0 || call.start[b] + int64_t{n} > room ||
+        (n > 0 && call.ring == 0 && !call.keys.table.fits(b, call.start[b] + n, call.keys.capacity)))
       throw std::out_of_range("[mantou_kernels] layer: row " + std::to_string(b) + " would write columns " +
                               std::to_string(call.start[b]) + ".." + std::to_string(call.start[b] + n) + " of " +
                               std::to_string(call.keys.capacity));

@@ -66,13 +66,20 @@ void bind_attention(nb::module_& m) {
   m.def(
       "attention",
       [](const array& q, const array& k, const array& v, float scale, bool causal, Optional mask, Optional sinks,
-         Optional start, int window, std::vector<array> groups, int bits, int group) {
-        return attention(q, k, v, scale, {causal, mask, sinks, start, window, std::move(groups), bits, group});
+         Optional start, int window, std::vector<array> groups, int bits, int group, Optional table, int block,
+         int columns) {
+        return attention(q, k, v, scale,
+                         {causal, mask, sinks, start, window, std::move(groups), bits, group, table, block, columns});
       },
       "q"_a, "k"_a, "v"_a, nb::kw_only(), "scale"_a, "causal"_a = false, "mask"_a = nb::none(), "sinks"_a = nb::none(),
-      "start"_a = nb::none(), "window"_a = 0, "groups"_a = std::vector<array>{}, "bits"_a = 0, "group"_a = 0);
-  m.def("kv_write", &kv_write, "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none(), nb::kw_only(),
-        "first_slot"_a = 0, "ring"_a = 0);
+      "start"_a = nb::none(), "window"_a = 0, "groups"_a = std::vector<array>{}, "bits"_a = 0, "group"_a = 0,
+      "table"_a = nb::none(), "block"_a = 0, "columns"_a = 0);
+  m.def(
+      "kv_write",
+      [](array buffer, const array& rows, const array& position, Optional count, int first_slot, int ring, Optional table,
+         int block) { return kv_write(buffer, rows, position, count, {first_slot, ring, table, block}); },
+      "buffer"_a, "rows"_a, "position"_a, "count"_a = nb::none(), nb::kw_only(), "first_slot"_a = 0, "ring"_a = 0,
+      "table"_a = nb::none(), "block"_a = 0);
   m.def("pack_rows", &pack_rows, "x"_a, nb::kw_only(), "bits"_a, "group"_a);
   m.def("unpack_rows", &unpack_rows, "words"_a, "scales"_a, "biases"_a, nb::kw_only(), "bits"_a, "group"_a);
 }
@@ -121,15 +128,15 @@ void bind_layer(nb::module_& m) {
       "layer",
       [](const array& x, const std::shared_ptr<LayerSpec>& layer, array keys, array values, const array& start,
          std::vector<array> scales, Optional count, Optional mask, int first_slot, int window, int ring, int bits,
-         int group) {
+         int group, Optional table, int block) {
         std::vector<array> buffers{std::move(keys), std::move(values)};
         for (array& a : scales) buffers.push_back(std::move(a));
         scales.clear();
-        return mantou::layer(x, layer, buffers, start, {count, mask, first_slot, window, ring, bits, group});
+        return mantou::layer(x, layer, buffers, start, {count, mask, first_slot, window, ring, bits, group, table, block});
       },
       "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "scales"_a = std::vector<array>{},
       "count"_a = nb::none(), "mask"_a = nb::none(), "first_slot"_a = 0, "window"_a = 0, "ring"_a = 0, "bits"_a = 0,
-      "group"_a = 0);
+      "group"_a = 0, "table"_a = nb::none(), "block"_a = 0);
 }
 
 }  // namespace

@@ -66,6 +66,10 @@ struct AttentionOptions {
   // Packed keys and values: k and v are uint32 [B, Hk, S, D * bits / 32], as mx.quantize makes them.
   std::vector<array> groups;  // scales and biases of k, then of v: [B, Hk, S, D / group]
   int bits = 0, group = 0;
+  // Paged: k and v [1, Hk, columns, ...] are pools, and position p of row b is in column table[b, p / block] * block +
+  // p % block; the first `columns` positions are the keys. See block_shift.
+  Optional table;
+  int block = 0, columns = 0;
 };
 array attention(const array& q, const array& k, const array& v, float scale, const AttentionOptions& options);
 // With o.bits = 0 and keys and values that wait to be unpacked (unpack_rows), they are read packed.
@@ -74,7 +78,13 @@ array attention(const array& q, const array& k, const array& v, float scale, con
 // buffer [slots, H, capacity, D] of any type with rows [B, H, T, D] at columns position[b] ... (mod ring, if it is not 0)
 // of slot first_slot + b; reuses the buffer if nobody else holds it. count int32 [B]: only the first count[b] of the T
 // are written. A column outside the buffer is an error.
-array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, int first_slot, int ring);
+// With `table` the buffer is a pool, as for attention.
+struct WriteOptions {
+  int first_slot = 0, ring = 0;
+  Optional table;
+  int block = 0;
+};
+array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, const WriteOptions& o);
 // x [B, H, T, D] -> integers, scales and biases, and back: the bits of mx.quantize and mx.dequantize.
 std::vector<array> pack_rows(const array& x, int bits, int group);
 array unpack_rows(const array& words, const array& scales, const array& biases, int bits, int group);
@@ -121,12 +131,16 @@ std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
 struct LayerOptions {
   Optional count, mask;
   int first_slot = 0, window = 0, ring = 0, bits = 0, group = 0;
+  Optional table;  // the buffers are pools, as for attention
+  int block = 0;
 };
 std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
                          const array& start, const LayerOptions& options);
 
 // Shared by the operations.
 Gate gate_of(const std::string& name);
+// Checks a table int32 [batch, blocks] and the size of its blocks, a power of two from 16 on: log2 of it.
+int block_shift(const array& table, int block, int batch, const char* what);
 std::vector<float> rope_frequencies(float base, int half);
 
 }  // namespace mantou

@@ -13,8 +13,8 @@ namespace {
 
 struct AttentionNode {
   float scale;
-  bool causal, mask, sinks, start;
-  int window, bits, group;
+  bool causal, mask, sinks, start, table;
+  int window, bits, group, shift, columns;
 };
 
 // Packed rows as bytes, and their scales and biases.
@@ -44,7 +44,7 @@ class Attention : public CpuPrimitive {
 
  private:
   static void run(const AttentionNode& node, std::vector<array>& in, std::vector<array>& out) {
-    static thread_local Scratch scratch[12];
+    static thread_local Scratch scratch[13];
     AttentionCall c;
     const array &q = in[0], &k = in[1], &v = in[2];
     c.batch = q.shape(0), c.heads = q.shape(1), c.tokens = q.shape(2), c.head_dim = q.shape(3);
@@ -68,9 +68,20 @@ class Attention : public CpuPrimitive {
     }
     if (node.sinks) c.sinks = contiguous_as<float>(in[next++], scratch[4]);
     if (node.start) c.start = contiguous_as<int32_t>(in[next++], scratch[5]);
+    if (node.table) read_blocks(node, in[next++], scratch[12], k.shape(2), c);
     c.out = out[0].data<uint8_t>();
     c.out_type = c.round = scalar_of(out[0].dtype());
     attention(kernels(), c);
+  }
+
+  static void read_blocks(const AttentionNode& node, const array& table, Scratch& scratch, int pool, AttentionCall& c) {
+    c.table = {contiguous_as<int32_t>(table, scratch), table.shape(1), node.shift};
+    c.keys = node.columns;
+    c.k.stride[0] = c.v.stride[0] = 0;
+    for (Packed4* groups : {&c.k_groups, &c.v_groups}) groups->scales.stride[0] = groups->biases.stride[0] = 0;
+    for (int b = 0; b < c.batch; ++b)
+      if (!c.table.fits(b, c.keys, pool))
+        throw std::out_of_range("[mantou_kernels] attention: row " + std::to_string(b) + " has a block outside the pool");
   }
 
   AttentionNode node_;
@@ -108,14 +119,17 @@ array attention(const array& q0, const array& k0, const array& v0, float scale, 
               "attention: scales or biases do not fit the packed keys");
     }
   }
-  require(k.shape(0) == q.shape(0) && v.shape(0) == q.shape(0) && v.shape(1) == k.shape(1) && v.shape(2) == k.shape(2) &&
+  const int shift = o.table ? block_shift(*o.table, o.block, q.shape(0), "attention") : 0;
+  const int keys_batch = o.table ? 1 : q.shape(0), num_keys = o.table ? o.columns : k.shape(2);
+  require(!o.table || (o.columns > 0 && o.columns <= o.table->shape(1) << shift), "attention: the table is too short");
+  require(k.shape(0) == keys_batch && v.shape(0) == keys_batch && v.shape(1) == k.shape(1) && v.shape(2) == k.shape(2) &&
               key_dim == q.shape(3) && k.shape(1) >= 1 && q.shape(1) % k.shape(1) == 0,
           "attention: shapes of q, k and v do not match");
   require(q.size() > 0 && k.size() > 0 && v.size() > 0, "attention: empty input");
   require(q.shape(3) <= 4096 && value_dim <= 4096, "attention: the head dimension is over 4096");
   require(o.window >= 0, "attention: the window is negative");
-  AttentionNode node{scale,    o.causal, o.mask.has_value(), o.sinks.has_value(), o.start.has_value(),
-                     o.window, o.bits,   o.group};
+  AttentionNode node{scale,    o.causal, o.mask.has_value(), o.sinks.has_value(), o.start.has_value(), o.table.has_value(),
+                     o.window, o.bits,   o.group,            shift,               o.columns};
   if (type != mx::float32) node.scale = as_floats(mx::astype(array(scale), type, cpu_stream())).item<float>();
   std::vector<array> inputs{q, k, v};
   if (o.mask) {
@@ -123,7 +137,7 @@ array attention(const array& q0, const array& k0, const array& v0, float scale, 
     require(o.mask->dtype() == mx::bool_ || mx::promote_types(o.mask->dtype(), type) == type,
             "attention: an additive mask must promote to the type of q, k and v");
     const array m = o.mask->dtype() == mx::bool_ ? *o.mask : as_type(*o.mask, type);
-    inputs.push_back(mx::broadcast_to(m, {q.shape(0), q.shape(1), q.shape(2), k.shape(2)}, cpu_stream()));
+    inputs.push_back(mx::broadcast_to(m, {q.shape(0), q.shape(1), q.shape(2), num_keys}, cpu_stream()));
   }
   if (o.sinks) {
     require(o.sinks->ndim() == 1 && o.sinks->shape(0) == q.shape(1), "attention: sinks have one value a head");
@@ -133,6 +147,7 @@ array attention(const array& q0, const array& k0, const array& v0, float scale, 
     require(o.start->ndim() == 1 && o.start->shape(0) == q.shape(0), "attention: start has one value a row");
     inputs.push_back(as_type(*o.start, mx::int32));
   }
+  if (o.table) inputs.push_back(as_type(*o.table, mx::int32));
   inputs.insert(inputs.end(), o.groups.begin(), o.groups.end());
   mx::Shape shape{q.shape(0), q.shape(1), q.shape(2), value_dim};
   return array(shape, type, std::make_shared<Attention>(cpu_stream(), node), std::move(inputs));

@@ -34,8 +34,8 @@ class Pack : public CpuPrimitive {
 };
 
 struct WriteNode {
-  int first_slot, ring;
-  bool counted;
+  int first_slot, ring, shift;
+  bool counted, paged;
 };
 
 class KVWrite : public CpuPrimitive {
@@ -52,21 +52,29 @@ class KVWrite : public CpuPrimitive {
       allocate(out);
     }
     dispatch(inputs, outputs, [reuse, node = node_](std::vector<array>& in, std::vector<array>& out) {
-      static thread_local Scratch scratch[3];
+      static thread_local Scratch scratch[4];
       if (!reuse) std::memcpy(out[0].data<uint8_t>(), contiguous(in[0], scratch[0]), out[0].nbytes());
       write(node, in[1], contiguous_as<int32_t>(in[2], scratch[1]),
-            node.counted ? contiguous_as<int32_t>(in[3], scratch[2]) : nullptr, out[0]);
+            node.counted ? contiguous_as<int32_t>(in[3], scratch[2]) : nullptr, table(node, in, scratch[3]), out[0]);
     });
   }
 
  private:
-  static void write(const WriteNode& node, const array& rows, const int32_t* position, const int32_t* count, array& out) {
+  static BlockTable table(const WriteNode& node, std::vector<array>& in, Scratch& scratch) {
+    if (!node.paged) return {};
+    const array& table = in[3 + node.counted];
+    return {contiguous_as<int32_t>(table, scratch), table.shape(1), node.shift};
+  }
+
+  static void write(const WriteNode& node, const array& rows, const int32_t* position, const int32_t* count,
+                    const BlockTable& table, array& out) {
     const int batch = rows.shape(0), heads = out.shape(1), capacity = out.shape(2), tokens = rows.shape(2);
     const size_t bytes = out.itemsize() * out.shape(3);
     for (int b = 0; b < batch; ++b) {
       const int n = count != nullptr ? count[b] : tokens;
       const int64_t room = node.ring > 0 ? INT32_MAX : capacity;
-      if (n < 0 || n > tokens || position[b] < 0 || position[b] + int64_t{n} > room)
+      if (n < 0 || n > tokens || position[b] < 0 || position[b] + int64_t{n} > (node.paged ? table.capacity() : room) ||
+          (node.paged && n > 0 && !table.fits(b, position[b] + n, capacity)))
         throw std::out_of_range("[mantou_kernels] kv_write: row " + std::to_string(b) + " would write columns " +
                                 std::to_string(position[b]) + ".." + std::to_string(position[b] + n) + " of " +
                                 std::to_string(capacity));
@@ -76,9 +84,10 @@ class KVWrite : public CpuPrimitive {
     for (int b = 0; b < batch; ++b)
       for (int h = 0; h < heads; ++h) {
         const int n = count != nullptr ? count[b] : tokens;
-        uint8_t* to = out.data<uint8_t>() + ((static_cast<size_t>(node.first_slot) + b) * heads + h) * capacity * bytes;
+        const size_t slot = node.paged ? 0 : static_cast<size_t>(node.first_slot) + b;
+        uint8_t* to = out.data<uint8_t>() + (slot * heads + h) * capacity * bytes;
         for (int t = 0; t < n; ++t) {
-          const int column = node.ring > 0 ? (position[b] + t) % node.ring : position[b] + t;
+          const int column = node.ring > 0 ? (position[b] + t) % node.ring : table.column(b, position[b] + t);
           std::memcpy(to + column * bytes, from.at(b, h, t), bytes);
         }
       }
@@ -137,10 +146,22 @@ array unpack_rows(const array& words, const array& scales, const array& biases, 
   return array(shape, scales.dtype(), std::make_shared<Unpack>(cpu_stream(), bits, group), {words, scales, biases});
 }
 
-array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, int first_slot, int ring) {
+int block_shift(const array& table, int block, int batch, const char* what) {
+  int shift = 4;
+  while (shift < 16 && 1 << shift < block) ++shift;
+  require(1 << shift == block, std::string(what) + ": a block has 16, 32, 64, ... columns");
+  require(table.ndim() == 2 && table.shape(0) == batch && table.size() > 0, std::string(what) + ": the table has a row for each row");
+  return shift;
+}
+
+array kv_write(const array& buffer, const array& rows, const array& position, const Optional& count, const WriteOptions& o) {
+  const int first_slot = o.first_slot, ring = o.ring;
   require(buffer.ndim() == 4 && rows.ndim() == 4 && rows.dtype() == buffer.dtype(), "kv_write: buffers do not match");
   const int batch = rows.shape(0);
-  require(first_slot >= 0 && first_slot + batch <= buffer.shape(0) && rows.shape(1) == buffer.shape(1) &&
+  require(o.table ? buffer.shape(0) == 1 && first_slot == 0 && ring == 0 : first_slot + batch <= buffer.shape(0),
+          "kv_write: shapes do not match");
+  const int shift = o.table ? block_shift(*o.table, o.block, batch, "kv_write") : 0;
+  require(first_slot >= 0 && rows.shape(1) == buffer.shape(1) &&
               rows.shape(3) == buffer.shape(3),
           "kv_write: shapes do not match");
   require(ring >= 0 && ring <= buffer.shape(2) && (ring == 0 || rows.shape(2) <= ring), "kv_write: the ring does not fit");
@@ -148,7 +169,8 @@ array kv_write(const array& buffer, const array& rows, const array& position, co
   require(!count || (count->ndim() == 1 && count->shape(0) == batch), "kv_write: count has one value a row");
   std::vector<array> inputs{buffer, rows, as_type(position, mx::int32)};
   if (count) inputs.push_back(as_type(*count, mx::int32));
-  auto node = std::make_shared<KVWrite>(cpu_stream(), WriteNode{first_slot, ring, count.has_value()});
+  if (o.table) inputs.push_back(as_type(*o.table, mx::int32));
+  auto node = std::make_shared<KVWrite>(cpu_stream(), WriteNode{first_slot, ring, shift, count.has_value(), o.table.has_value()});
   return array(buffer.shape(), buffer.dtype(), std::move(node), std::move(inputs));
 }
 

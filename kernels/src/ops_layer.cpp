@@ -20,8 +20,8 @@ bool only_ours(const array& a, long num_results) {
 
 struct LayerNode {
   std::shared_ptr<const LayerSpec> spec;
-  int first_slot, window, ring, bits, group;
-  bool counted, masked;
+  int first_slot, window, ring, bits, group, shift;
+  bool counted, masked, paged;
   int num_buffers() const { return bits == 0 ? 2 : 6; }
 };
 
@@ -30,7 +30,7 @@ class DecoderLayer : public CpuPrimitive {
   DecoderLayer(mx::Stream s, LayerNode node) : CpuPrimitive(s), node_(std::move(node)) {}
   const char* name() const override { return "MantouDecoderLayer"; }
 
-  // Inputs: x, the buffers, start, count?, mask?. Results: y, the buffers.
+  // Inputs: x, the buffers, start, count?, mask?, table?. Results: y, the buffers.
   void eval_cpu(const std::vector<array>& in, std::vector<array>& out) override {
     allocate(out[0]);
     std::array<bool, 6> reuse{};
@@ -39,7 +39,7 @@ class DecoderLayer : public CpuPrimitive {
       reuse[i] ? out[1 + i].copy_shared_buffer(in[1 + i]) : allocate(out[1 + i]);
     }
     dispatch(in, out, [node = node_, reuse](std::vector<array>& in, std::vector<array>& out) {
-      static thread_local Scratch scratch[5];
+      static thread_local Scratch scratch[6];
       const int n = node.num_buffers();
       for (int i = 1; i <= n; ++i)
         if (!reuse[i - 1]) std::memcpy(out[i].data<uint8_t>(), contiguous(in[i], scratch[1]), out[i].nbytes());
@@ -53,6 +53,10 @@ class DecoderLayer : public CpuPrimitive {
       c.count = node.counted ? contiguous_as<int32_t>(in[n + 2], scratch[3]) : nullptr;
       c.window = node.window;
       c.ring = node.ring;
+      if (node.paged) {
+        const array& table = in[n + 2 + node.counted + node.masked];
+        c.keys.table = c.values.table = {contiguous_as<int32_t>(table, scratch[5]), table.shape(1), node.shift};
+      }
       if (node.masked) {
         const array& mask = in[n + 2 + node.counted];  // [batch, 1, tokens, ring]
         c.mask.data = contiguous(mask, scratch[4]);
@@ -119,8 +123,9 @@ std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec,
           "layer: packed keys have 4 or 8 bits in groups of 32, 64 or 128 that divide the head dimension");
   require(buffers.size() == (o.bits == 0 ? 2u : 6u), "layer: the buffers do not fit");
   const array& keys = buffers[0];
-  require(keys.ndim() == 4 && keys.shape(1) == spec->kv_heads && o.first_slot >= 0 && o.first_slot + batch <= keys.shape(0),
-          "layer: the buffers do not fit");
+  require(keys.ndim() == 4 && keys.shape(1) == spec->kv_heads && o.first_slot >= 0, "layer: the buffers do not fit");
+  require(o.table ? keys.shape(0) == 1 : o.first_slot + batch <= keys.shape(0), "layer: the buffers do not fit");
+  const int shift = o.table ? block_shift(*o.table, o.block, batch, "layer") : 0;
   const mx::Dtype type = buffers[o.bits == 0 ? 0 : 2].dtype();
   require(is_float(x.dtype()) && is_float(type), "layer: expected floats");
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -143,10 +148,15 @@ std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec,
             "layer: the mask is bool [B, 1, T, ring]");
     inputs.push_back(*o.mask);
   }
+  if (o.table) {
+    require(o.ring == 0 && o.first_slot == 0, "layer: paged rows have no ring and share one slot");
+    inputs.push_back(as_type(*o.table, mx::int32));
+  }
   std::vector<mx::Shape> shapes{x.shape()};
   std::vector<mx::Dtype> types{x.dtype()};
   for (const array& b : buffers) shapes.push_back(b.shape()), types.push_back(b.dtype());
-  LayerNode node{spec, o.first_slot, o.window, o.ring, o.bits, o.group, o.count.has_value(), o.mask.has_value()};
+  LayerNode node{spec,  o.first_slot, o.window, o.ring, o.bits, o.group, shift, o.count.has_value(), o.mask.has_value(),
+                 o.table.has_value()};
   return array::make_arrays(shapes, types, std::make_shared<DecoderLayer>(cpu_stream(), std::move(node)), inputs);
 }
 

@@ -232,6 +232,7 @@ class Admin:
                 },
                 "recurrent_layers": info.num_layers.get("recurrent", 0),
             },
+            "paged_kv": {"mode": config.paged_kv, **info.extra.get("kv_paging", {})},
             "admission": {
                 "max_safe_context": kv.get("capacity_tokens"),
                 "enforced_context_tokens": info.context_length if capped else None,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rich.console import Console
 
 from mantou.config import Config
@@ -40,6 +43,17 @@ def _codecs(info: ModelInfo) -> str:
     return info.kv_scheme + ": " + ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
+def _paging(info: ModelInfo) -> str:
+    """Whether rows share pools of blocks, and why."""
+    found: Mapping[str, Any] = info.extra.get("kv_paging", {})
+    block, why = found.get("block"), found.get("why", "this model keeps no keys and values")
+    if not block:
+        return f"off ({why})"
+    apart = sorted(name for name, way in found["layers"].items() if way != "blocks")
+    rest = f"; {', '.join(apart)} layers keep their rows apart" if apart else ""
+    return f"blocks of {block} tokens ({why}){rest}"
+
+
 def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
     """The card as plain lines."""
     url = f"http://{'127.0.0.1' if config.host in ('0.0.0.0', '::') else config.host}:{port}"
@@ -59,6 +73,7 @@ def card_lines(config: Config, info: ModelInfo, port: int) -> list[str]:
         f"  device   {info.device}",
         f"  KV       {_codecs(info)} ({layers} layers), context {info.context_length} tokens",
     ]
+    lines.append(f"  paging   {_paging(info)}")
     lines.append(f"  memory   {_memory(config, info)}")
     if embeddings:
         lines.append(f"  embeds   {embeddings}")

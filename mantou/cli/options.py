@@ -24,6 +24,14 @@ KvQuant = Annotated[
 ]
 KvQuantStart = Annotated[int, typer.Option(help="Quantise a row from this many tokens on.", min=0)]
 KvGroupSize = Annotated[int, typer.Option(help="Values that share a scale in 8 and 4 bits: 32 or 64.")]
+PagedKv = Annotated[
+    str,
+    typer.Option(
+        help="Keep rows in blocks, so that a batch takes what its rows take together: on, off, or auto for where that "
+        "costs no time."
+    ),
+]
+PagedKvBlockSize = Annotated[int, typer.Option(help="Tokens of a block: 16, 32, 64, 128, 256, 512 or 1024.")]
 Dtype = Annotated[
     str | None,
     typer.Option(help="Run the weights as float32, bfloat16 or float16 instead of as they are stored."),

@@ -64,6 +64,8 @@ def serve(
     kv_quant: options.KvQuant = "off",
     kv_quant_start: options.KvQuantStart = 0,
     kv_group_size: options.KvGroupSize = 64,
+    paged_kv: options.PagedKv = "auto",
+    paged_kv_block_size: options.PagedKvBlockSize = 64,
     kv_budget: Annotated[
         str | None,
         typer.Option(help="Memory for the rows' keys and values together, like 4GB; rows beyond it wait."),
@@ -197,6 +199,8 @@ def serve(
         kv_quant=kv_quant,
         kv_quant_start=kv_quant_start,
         kv_group_size=kv_group_size,
+        paged_kv=paged_kv,
+        paged_kv_block_size=paged_kv_block_size,
         kv_budget_bytes=None if kv_budget is None else parse_size(kv_budget),
         memory_budget_bytes=None if memory_budget is None else parse_size(memory_budget),
         context_length=context_length,

@@ -107,6 +107,8 @@ class Engine:
                 "bytes": kv.nbytes,
                 "slots": kv.num_slots,
                 "tokens": sum(kv.lengths),
+                "blocks_held": kv.pages.num_held,
+                "blocks": kv.pages.num_blocks,
                 "capacity_tokens": step.axes.scheduler.max_rows * step.context_length,
             },
             "fairness": {

@@ -10,7 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry, WriteRows, no_write_rows
-from mantou.kv.layouts import Layout
+from mantou.kv.layouts import Layout, scrubbed_columns
+from mantou.kv.paged import forget_fetched
+from mantou.kv.pages import Pages, Unpaged
 from mantou.kv.pieces import Packing, Parts, Piece, State, Unpacking, host_is_device, states, to_host
 from mantou.kv.tape import make_current
 from mantou.protocols import Group, Hit
@@ -57,8 +59,10 @@ class KVBatch:
         span_step: int = 1,
         arrange: Arrange = lambda layouts: layouts,
         write_rows: WriteRows = no_write_rows,
+        pages: Pages | Unpaged | None = None,
     ) -> None:
         self._write_rows = write_rows
+        self.pages = pages or Unpaged()  # of the layers that share pools
         self._make_layouts = make_layouts
         self._arrange = arrange
         self._array_offsets = array_offsets
@@ -93,6 +97,7 @@ class KVBatch:
         """Rows beyond `num_slots` are dropped, new ones are empty. At 0 all buffers are freed."""
         if num_slots == self.num_slots:
             return
+        self.pages.resize(num_slots)
         if num_slots == 0:
             self.layers = self._make_layouts(0)
             self.caches = self._arrange(self.layers)
@@ -121,6 +126,8 @@ class KVBatch:
             write_rows=self._write_rows,
         )
         capacity = self._capacity(max(starts) + group.width)
+        for slot, (start, num_tokens) in enumerate(zip(starts, group.num_tokens, strict=True), group.lo):
+            self.pages.hold(slot, start, start + num_tokens)
         for layer in self.layers:
             layer.begin(geometry, capacity)
         for slot, start in enumerate(starts, group.lo):
@@ -132,6 +139,7 @@ class KVBatch:
         """Row i keeps kept[i] <= num_tokens[i] of the forward. False: run it again, masked to `kept`, and commit."""
         assert self.geometry is not None
         make_current(None)
+        self._forget()
         if not all(0 <= k <= n for k, n in zip(kept, group.num_tokens, strict=True)):
             raise ValueError(f"a forward of {group.num_tokens} tokens cannot keep {kept}")
         if tuple(kept) != group.num_tokens:
@@ -165,25 +173,32 @@ class KVBatch:
     def abort(self) -> None:
         """Drops a forward that raised: recurrent layers get their state back, the rest was never visible."""
         make_current(None)
+        self._forget()
         if self.geometry is not None:
             for layer in self.layers:
                 layer.rewind(self.geometry, [0] * self.geometry.num_rows)
             self.geometry = None
 
+    def _forget(self) -> None:
+        """A forward is over: nothing of it is needed but the buffers."""
+        forget_fetched()
+        self.pages.forget()
+
     def release(self, slot: int) -> None:
         """The row is gone; what it held is invisible from now on."""
         self.lengths[slot] = 0
+        self.pages.release(slot)
 
     def scrub(self, slot: int) -> None:
         """`release` for a row whose KV may be no numbers: hidden columns count 0 times what they hold, which is NaN."""
-        num_columns = 2 * self.lengths[slot] + _CAPACITY_STEP  # padding at most doubles what a row feeds
         for layer in self.layers:
-            layer.scrub(slot, num_columns)
+            layer.scrub(slot, scrubbed_columns(self.lengths[slot]))
         self.release(slot)
 
     def clear(self, slot: int) -> None:
         """An empty row, for a sequence that starts from nothing."""
         self.lengths[slot] = self._first_columns[slot] = 0
+        self.pages.release(slot)
         for layer in self.layers:
             layer.clear(slot)
 
@@ -191,16 +206,16 @@ class KVBatch:
         """Copies one row over another; `source` is empty afterwards."""
         for layer in self.layers:
             layer.move(source, target, self.lengths[source])
+        self.pages.move(source, target)
         self.lengths[target], self._first_columns[target] = self.lengths[source], self._first_columns[source]
         self.lengths[source] = 0
 
     def swap(self, one: int, other: int) -> None:
-        held, num_tokens = self.snapshot(one), self.lengths[other]
-        self.move(other, one)
-        if num_tokens:
-            self.lengths[other] = num_tokens
-            self.scrub(other)  # whether there are numbers in a row is known after its first draw only
-        self.restore(other, held)
+        for layer in self.layers:
+            layer.swap(one, other, self.lengths[one], self.lengths[other])
+        self.pages.swap(one, other)
+        for each in (self.lengths, self._first_columns):
+            each[one], each[other] = each[other], each[one]
 
     def snapshot(self, slot: int) -> RowSnapshot:
         num_tokens = self.lengths[slot]
@@ -208,6 +223,7 @@ class KVBatch:
         return RowSnapshot(num_tokens, layers, self._first_columns[slot])
 
     def restore(self, slot: int, snapshot: RowSnapshot) -> None:
+        self.pages.hold(slot, snapshot.num_tokens, snapshot.num_tokens)
         for layer, parts in zip(self.layers, snapshot.layers, strict=True):
             layer.restore(slot, parts, snapshot.num_tokens)
         self.lengths[slot], self._first_columns[slot] = snapshot.num_tokens, snapshot.first_column
@@ -250,6 +266,7 @@ class KVBatch:
         it is by now. It has its length from the start and may run after the last part."""
         self.lengths[slot()], self._first_columns[slot()] = hit.num_tokens, 0
         self._lose_columns(slot(), hit.num_tokens)
+        self.pages.hold(slot(), hit.num_tokens, hit.num_tokens)
         return self._fill_layers(slot, hit)
 
     def _fill_layers(self, slot: Callable[[], int], hit: Hit) -> Iterator[None]:
@@ -272,9 +289,9 @@ class KVBatch:
     def check_integrity(self) -> None:
         """Raises AssertionError if a buffer does not fit the slots. Called when idle in debug and in tests."""
         assert all(length >= 0 for length in self.lengths), self.lengths
-        for layer in self.layers:
-            for array in layer.arrays():
-                assert array.shape[0] == self.num_slots, (array.shape, self.num_slots)
+        self.pages.check_integrity()
+        for array in [array for layer in self.layers if not layer.paged for array in layer.arrays()]:
+            assert array.shape[0] == self.num_slots, (array.shape, self.num_slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """How many bytes rows may take together, and what fits. Pure; knows no arrays and no requests.
 
-A batch is as wide as its slots and as long as its longest row, so that is what is counted: what the buffers take when
-every row has reached the length it may reach, not what they take now.
+Counted is what the buffers take when every row has reached the length it may reach, not what they take now. A buffer a
+slot is as long as the longest row; a pool of blocks holds what the rows hold together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mantou.errors import ConfigError
 from mantou.kv.batch import capacity_bucket
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.plan import KVPlan
 
 # Of a prompt chunk's activations, bytes a token: an estimate.
@@ -28,12 +29,15 @@ class KVBudget:
     limit_bytes: int | None
     slots: Callable[[int], int]
     slack: int
+    block: int | None = None  # tokens of a block where rows share pools
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
         """What rows that may reach these lengths take together."""
         if not lengths:
             return 0
-        return self.slots(len(lengths)) * self.plan.row_bytes(capacity_bucket(max(lengths)), self.slack)
+        paged, rest = self.plan.split(PAGEABLE if self.block else ())
+        total = self.slots(len(lengths)) * rest.row_bytes(capacity_bucket(max(lengths)), self.slack)
+        return total + (paged.pool_bytes(lengths, self.block) if self.block else 0)
 
     def fits(self, lengths: Sequence[int]) -> bool:
         return self.limit_bytes is None or self.bytes_of(lengths) <= self.limit_bytes

@@ -40,6 +40,10 @@ class Delayed:
         self.geometry: Geometry
 
     @property
+    def paged(self) -> bool:
+        return self.packed.paged
+
+    @property
     def num_columns(self) -> int:
         return self.native.num_columns
 
@@ -137,14 +141,29 @@ class Delayed:
         return True
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
-        self.restore(target, self.snapshot(source, num_tokens) if num_tokens else (), num_tokens)
+        native, packed = self._shares(source, num_tokens)
+        self.native.move(source, target, native)
+        self.packed.move(source, target, packed)
+        self._is_packed[target] = self._is_packed[source]
+
+    def swap(self, one: int, other: int, num_one: int, num_other: int) -> None:
+        first, second = self._shares(one, num_one), self._shares(other, num_other)
+        self.native.swap(one, other, first[0], second[0])
+        self.packed.swap(one, other, first[1], second[1])
+        self._is_packed[one], self._is_packed[other] = self._is_packed[other], self._is_packed[one]
+
+    def _shares(self, slot: int, num_tokens: int) -> tuple[int, int]:
+        """How many of a row's columns are native and packed."""
+        if num_tokens > self.boundary and not self._is_packed[slot]:
+            self._pack_row(
+                slot, num_tokens
+            )  # its last forward crossed the threshold: all of it is native still
+        return min(num_tokens, self.boundary), num_tokens if self._is_packed[slot] else 0
 
     def snapshot(self, slot: int, num_tokens: int) -> Parts:
-        if num_tokens > self.boundary and not self._is_packed[slot]:
-            # Its last forward crossed the threshold: all of it is native still.
-            self._pack_row(slot, num_tokens)
-        native = self.native.snapshot(slot, min(num_tokens, self.boundary))
-        return (*native, *self.packed.snapshot(slot, num_tokens)) if self._is_packed[slot] else native
+        num_native, num_packed = self._shares(slot, num_tokens)
+        native = self.native.snapshot(slot, num_native)
+        return (*native, *self.packed.snapshot(slot, num_packed)) if self._is_packed[slot] else native
 
     def restore(self, slot: int, parts: Parts, num_tokens: int) -> None:
         self.native.restore(slot, parts[:2], min(num_tokens, self.boundary))

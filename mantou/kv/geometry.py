@@ -5,17 +5,38 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 
 from mantou.protocols import Group
 
-WriteRows = Callable[[mx.array, mx.array, mx.array, mx.array | None, int, int], mx.array | None]
+
+class WriteRows(Protocol):
+    def __call__(
+        self,
+        buffer: mx.array,
+        rows: mx.array,
+        start: mx.array,
+        count: mx.array | None,
+        first_slot: int,
+        ring: int,
+        table: mx.array | None = None,
+        block: int = 0,
+        /,
+    ) -> mx.array | None: ...
 
 
 def no_write_rows(
-    buffer: mx.array, rows: mx.array, start: mx.array, count: mx.array | None, first_slot: int, ring: int
+    buffer: mx.array,
+    rows: mx.array,
+    start: mx.array,
+    count: mx.array | None,
+    first_slot: int,
+    ring: int,
+    table: mx.array | None = None,
+    block: int = 0,
 ) -> None:
     """See DeviceOps.write_rows."""
 

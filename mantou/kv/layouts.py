@@ -30,6 +30,7 @@ class Layout(Protocol):
     def begin(self, geometry: Geometry, capacity: int) -> None: ...
     def resize(self, num_slots: int) -> None: ...
     def move(self, source: int, target: int, num_tokens: int) -> None: ...
+    def swap(self, one: int, other: int, num_one: int, num_other: int) -> None: ...
     def clear(self, slot: int) -> None: ...
     def scrub(self, slot: int, num_columns: int) -> None:
         """Zeros in what no row reads but all multiply by 0: the first columns of a slot that is empty."""
@@ -71,6 +72,11 @@ class Layout(Protocol):
 
     def arrays(self) -> list[mx.array]: ...
     @property
+    def paged(self) -> bool:
+        """Whether rows share a pool of blocks."""
+        ...
+
+    @property
     def boundary(self) -> int:
         """The length at which a row changes how it is stored, 0 for never. A forward should end there."""
         ...
@@ -82,6 +88,11 @@ class Layout(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+
+def scrubbed_columns(num_tokens: int) -> int:
+    """Columns that a row of `num_tokens` may have written: padding at most doubles what it feeds."""
+    return 2 * num_tokens + 64
 
 
 def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) -> mx.array:
@@ -104,6 +115,7 @@ class Columns:
 
     boundary = 0
     can_rewind = True
+    paged = False
     num_columns = sys.maxsize
 
     def __init__(self, codec: LayerCodec, num_slots: int) -> None:
@@ -226,6 +238,13 @@ class Columns:
     def move(self, source: int, target: int, num_tokens: int) -> None:
         if self.keys and num_tokens:
             self._filled(target, self._rows(source, min(num_tokens, self.keys[0].shape[2])), 0)
+
+    def swap(self, one: int, other: int, num_one: int, num_other: int) -> None:
+        held = self.snapshot(one, num_one)
+        self.move(other, one, num_other)
+        if num_other:  # whether there are numbers in a row is known after its first draw only
+            self.scrub(other, scrubbed_columns(num_other))
+        self.restore(other, held, num_one)
 
     def clear(self, slot: int) -> None:
         pass  # a length of 0 hides everything

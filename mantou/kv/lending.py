@@ -46,6 +46,9 @@ class Loan:
     # Position p is in column p % ring, and the mask bool[rows, 1, width, ring] says what is seen; 0 = in column p.
     ring: int = 0
     mask: mx.array | None = None
+    # Paged: one slot for all rows, where position p of row b is in column table[b, p // block] * block + p % block.
+    table: mx.array | None = None
+    block: int = 0
 
 
 def part_shapes(groups: Groups, head_dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:

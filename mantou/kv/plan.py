@@ -7,9 +7,10 @@ with the bytes of the arrays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from mantou.kv.blocks import pool_columns
 from mantou.kv.shapes import LayerShape
 from mantou.protocols import KVCodec
 
@@ -82,6 +83,26 @@ class KVPlan:
             total += shape.state_bytes + held * self._column_bytes(shape, codec)
             if codec.start:
                 total += min(held, codec.start) * self._native_bytes(shape)
+        return int(total)
+
+    def split(self, layouts: Container[str]) -> tuple[KVPlan, KVPlan]:
+        """The caches of these layouts, and the others."""
+        pairs = list(zip(self.shapes, self.codecs, strict=True))
+        inside = [pair for pair in pairs if pair[0].layout in layouts]
+        outside = [pair for pair in pairs if pair[0].layout not in layouts]
+        return self._of(inside), self._of(outside)
+
+    def _of(self, pairs: Sequence[tuple[LayerShape, LayerCodec]]) -> KVPlan:
+        return replace(self, shapes=tuple(s for s, _ in pairs), codecs=tuple(c for _, c in pairs))
+
+    def pool_bytes(self, lengths: Sequence[int], block: int) -> int:
+        """Bytes of rows of these lengths that share a pool of blocks in each cache."""
+        total = 0.0
+        for shape, codec in zip(self.shapes, self.codecs, strict=True):
+            total += pool_columns(lengths, block) * self._column_bytes(shape, codec)
+            if codec.start:
+                below = [min(length, codec.start) for length in lengths]
+                total += pool_columns(below, block) * self._native_bytes(shape)
         return int(total)
 
     @staticmethod

@@ -32,6 +32,7 @@ class RecurrentState:
     left_padding = None
     num_columns = sys.maxsize  # none to lose
     boundary = 0
+    paged = False
 
     def __init__(self, num_arrays: int, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -139,6 +140,11 @@ class RecurrentState:
 
     def move(self, source: int, target: int, num_tokens: int) -> None:
         self._set_row(target, [None if s is None else s[source : source + 1] for s in self.cache])
+
+    def swap(self, one: int, other: int, num_one: int, num_other: int) -> None:
+        held = self.snapshot(one, num_one)
+        self.move(other, one, num_other)
+        self.restore(other, held, num_one)
 
     def clear(self, slot: int) -> None:
         self._set_row(slot, [None] * len(self.cache))

@@ -7,9 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.chunked import ChunkedRing, DelayedChunks, Member
 from mantou.kv.delayed import Delayed
 from mantou.kv.layouts import FullRows, Layout, Rows, WindowRing
+from mantou.kv.paged import PagedRows
+from mantou.kv.pages import Pages
 from mantou.kv.plan import KVPlan, LayerCodec
 from mantou.kv.recurrent import RecurrentState
 from mantou.kv.shapes import ALL, LayerShape
@@ -122,13 +125,21 @@ def _chunked(shape: LayerShape, codec: LayerCodec, num_slots: int, slack: int) -
 LAYOUTS: dict[str, LayoutFactory] = {"full": _full, "keys": _full, "window": _window, "chunked": _chunked}
 
 
-def make_layouts(plan: KVPlan, num_slots: int, slack: int, recurrent: Recurrent) -> list[Layout]:
-    """One layout for each shape of the plan; `recurrent` is the class that the graph takes for a state."""
+def make_layouts(
+    plan: KVPlan, num_slots: int, slack: int, recurrent: Recurrent, pages: Pages | None = None
+) -> list[Layout]:
+    """One layout for each shape of the plan; `recurrent` is the class that the graph takes for a state. With `pages`
+    layers that keep the whole context share a pool each."""
 
     def make(shape: LayerShape, codec: LayerCodec) -> Layout:
         if shape.layout == "recurrent":
             return recurrent(shape.num_arrays, num_slots)
         factory = LAYOUTS[shape.layout]
+        if pages is not None and shape.layout in PAGEABLE:
+            if not codec.start:
+                return PagedRows(codec, pages)
+            whole, below = pages, pages.below(codec.start)
+            return Delayed(lambda inner: PagedRows(inner, below if inner is codec.below else whole), codec)
         if not codec.start:
             return factory(shape, codec, num_slots, slack)
         delayed = DelayedChunks if shape.layout == "chunked" else Delayed

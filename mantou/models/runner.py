@@ -11,13 +11,16 @@ import numpy as np
 
 from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.geometry import WriteRows, no_write_rows
+from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
-from mantou.models import tape
+from mantou.models import paging, tape
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, install
 from mantou.models.layouts import arrange, layout_names, make_layouts
 from mantou.models.load import LoadedModel, arrays_cache
+from mantou.models.paging import ReadBlocks
 from mantou.protocols import Group, KVScheme
 
 # Columns of a ring beyond its window. The place of a position in the ring decides the order in which attention sums it,
@@ -32,7 +35,7 @@ def _recurrent_class() -> type[RecurrentState]:
 
 
 class Runner:
-    """Owns the graph and its KV batch.
+    """Owns the graph and its KV batch, whose rows share pools of `block` tokens a block where their layers can.
 
     `max_width` bounds the tokens a row may feed in one forward; attention over ragged rows reads a multiple of
     `span_step` columns.
@@ -47,6 +50,8 @@ class Runner:
         span_step: int = 1,
         ring_slack: int = RING_SLACK,
         write_rows: WriteRows = no_write_rows,
+        block: int | None = None,
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
         family, shapes = model.family, model.shapes
         self.model = model
@@ -57,13 +62,17 @@ class Runner:
         self.recurrent = "recurrent" in layout_names(shapes)
         self.plan = scheme.plan(shapes)
         self.ring_slack = max(max_width, ring_slack)
+        self.block = block if layout_names(shapes).keys() & set(PAGEABLE) else None
+        pages = Pages(self.block) if self.block else None
+        self._read_blocks = read_blocks
         self.kv = KVBatch(
-            lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class()),
+            lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class(), pages),
             array_offsets=family.ragged_offsets,
             mask_axes=family.mask_axes,
             span_step=span_step,
             arrange=lambda layouts: arrange(shapes, layouts),
             write_rows=write_rows,
+            pages=pages,
         )
         self._selection: Selection | None = install(model.module)
         if self.recurrent:
@@ -104,7 +113,7 @@ class Runner:
             for row, known in enumerate(tokens):
                 padded[row, : len(known)] = known
             tokens = mx.array(padded)
-        self.kv.begin(group, rewindable=rewindable)
+        self._begin(group, rewindable=rewindable)
         if wanted is None or group.width == 1:
             return tokens, self.model.module(tokens, cache=self.kv.caches)
         index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
@@ -116,6 +125,11 @@ class Runner:
             return tokens, self.model.module(tokens, cache=self.kv.caches)
         finally:
             self._selection.index = None
+
+    def _begin(self, group: Group, *, rewindable: bool = False) -> None:
+        if self.block:
+            paging.install(self._read_blocks)
+        self.kv.begin(group, rewindable=rewindable)
 
     def start(self, logits: mx.array) -> None:
         """Starts the device on a forward whose draw is not known yet. Does not wait."""
@@ -137,7 +151,7 @@ class Runner:
         ):  # such a group holds rows of one width, so the kept part is a group as well
             tokens, width = tokens[:, : max(kept)], max(kept)
         masked = Group(group.lo, width, tuple(kept))
-        self.kv.begin(masked)
+        self._begin(masked)
         self.model.module(tokens, cache=self.kv.caches)
         self.kv.commit(masked, kept)
 

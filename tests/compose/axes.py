@@ -24,6 +24,7 @@ MIXED = (
 AXES: Mapping[str, Sequence[object]] = {
     "sampler": ("greedy", "mixed"),
     "codec": ("off", "8", "4", "turbo", "turbo-k4v2@20", "mixed"),
+    "block": (None, 16),
     "provider": ("none", "oracle", "ngram", "model"),
     "store": ("none", "dict", "ram", "restart"),
     "constraint": ("none", "modulo", "forced"),

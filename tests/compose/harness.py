@@ -16,6 +16,7 @@ from mantou.engine.none import NoAdapters, NoConstraints
 from mantou.engine.scheduler import FairScheduler
 from mantou.engine.shapes import Shapes
 from mantou.engine.step import Step
+from mantou.kv import pages
 from mantou.kv.codecs import Affine, Native, make_scheme
 from mantou.kv.codecs.schemes import Delayed, PerLayer, Turbo
 from mantou.kv.plan import KVPlan
@@ -30,6 +31,7 @@ from mantou.spec.none import NoDraft
 from .families import EQUAL_LENGTHS, EQUAL_WIDTHS, FAMILIES, MASK_AXES, tiny
 
 VOCAB = 97
+pages.MIN_SPARED = 16  # so that short rows part as long ones do
 
 
 def capabilities(name: str) -> Family:
@@ -68,6 +70,7 @@ class Case:
     pipelined: bool = True
     fill: bool = False
     sampler: Any = field(default_factory=DeviceSampler)
+    block: int | None = None  # of paged keys and values; None = a buffer a row
 
 
 class Mixed:
@@ -102,6 +105,7 @@ def make_step(case: Case) -> Step:
         max_width=case.chunk,
         span_step=shapes.span_step,
         ring_slack=case.ring_slack,
+        block=case.block,
     )
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),

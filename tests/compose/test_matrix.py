@@ -97,6 +97,7 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
         rows=cell["rows"],
         chunk=cell["chunk"],
         codec=codec,
+        block=cell["block"],
         bucketed=cell["shapes"] == "bucketed",
         pipelined=cell["steps"] == "pipelined",
         provider=make_provider(cell["provider"], family, answers, store),

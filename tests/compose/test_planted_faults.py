@@ -13,6 +13,7 @@ from mantou.engine import flight as flight_module
 from mantou.engine.groups import Feed
 from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import Geometry
+from mantou.kv.pages import Pages, Placement
 from mantou.kv.recurrent import RecurrentState
 from mantou.kv.tape import Tape
 from mantou.models.runner import Runner
@@ -52,6 +53,28 @@ def test_keeping_rejected_tokens_in_the_kv_is_noticed(family: str, monkeypatch: 
         family,
         plant=lambda: monkeypatch.setattr(KVBatch, "commit", lambda s, g, kept: commit(s, g, g.num_tokens)),
     )
+
+
+@pytest.mark.parametrize("codec", ["off", "8@20"])
+def test_a_wrong_entry_in_the_table_of_blocks_is_noticed(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that reads the blocks of its neighbour."""
+    placed = Pages.placed
+
+    def crossed(pages: Pages, geometry: Geometry) -> Placement:
+        found = placed(pages, geometry)
+        if geometry.num_rows > 1 and geometry.starts[0]:
+            found._rows[1, 0] = found._rows[0, 0]
+        return found
+
+    plant = lambda: monkeypatch.setattr(Pages, "placed", crossed)  # noqa: E731
+    assert differs(plant=plant, codec=codec, block=16)
+
+
+def test_blocks_that_go_to_two_rows_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keeps(pages: Pages, slot: int) -> None:
+        pages._free = [*pages.blocks(slot), *pages._free]  # free, and still in the row's table
+
+    assert differs(plant=lambda: monkeypatch.setattr(Pages, "release", keeps), block=16)
 
 
 def test_recurrent_state_that_is_not_restored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def with_kernels(family: str) -> None:
     print(family, *notes, flush=True)
     loaded = describe(module, FAMILIES[family], harness.capabilities(family))
     harness.model = lambda name, seed=0: loaded
-    harness.Runner = partial(Runner, write_rows=ops.write_rows)
+    harness.Runner = partial(Runner, write_rows=ops.write_rows, read_blocks=ops.read_blocks)
     harness.DeviceSampler = lambda: DeviceSampler(ops.draw)
 
 
@@ -51,6 +51,7 @@ def cells(family: str, seed: int) -> tuple[int, int]:
             rows=cell["rows"],
             chunk=cell["chunk"],
             codec=codec,
+            block=cell["block"],
             bucketed=cell["shapes"] == "bucketed",
             pipelined=cell["steps"] == "pipelined",
             **changes,

@@ -128,6 +128,22 @@ def test_kv_write_donates_and_checks() -> None:
             )
 
 
+def test_a_table_that_leads_out_of_its_pool_is_an_error_and_not_read() -> None:
+    pool, rows = ref.normal(1, 2, 64, 8), ref.normal(2, 2, 4, 8, seed=1)
+    where = {"block": 16, "table": mx.array([[1, 3], [2, 4]])}  # block 4 begins behind the last column
+    mx.eval(kernels.kv_write(pool, rows, mx.array([14, 0]), **where))
+    with pytest.raises(RuntimeError, match="kv_write"):
+        mx.eval(kernels.kv_write(pool, rows, mx.array([14, 13]), **where))
+    with pytest.raises(RuntimeError, match="kv_write"):
+        mx.eval(kernels.kv_write(pool, rows, mx.array([0, 29]), **where))
+    mx.eval(kernels.attention(rows, pool, pool, scale=1.0, columns=16, **where))
+    with pytest.raises(RuntimeError, match="a block outside the pool"):
+        mx.eval(kernels.attention(rows, pool, pool, scale=1.0, columns=17, **where))
+    for wrong in ({"block": 24}, {"block": 8}, {"table": mx.array([[1, 3]])}, {"columns": 33}):
+        with pytest.raises(ValueError, match="attention"):
+            kernels.attention(rows, pool, pool, scale=1.0, **{"columns": 16, **where, **wrong})
+
+
 def test_kv_write_finds_slots_and_goes_round_rings() -> None:
     for dtype in (mx.float32, mx.bfloat16, mx.uint32):
         buffer, rows = mx.zeros((4, 2, 10, 8), dtype), (mx.arange(96) + 1).reshape(2, 2, 3, 8).astype(dtype)

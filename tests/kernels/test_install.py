@@ -88,7 +88,7 @@ def test_other_quantisations_stay_with_mlx() -> None:
     assert distance(logits(model), want) < 1e-5
 
 
-def runs(model: Any, codec: Any, write_rows: Any = no_write_rows) -> list[np.ndarray]:
+def runs(model: Any, codec: Any, write_rows: Any = no_write_rows, **options: Any) -> list[np.ndarray]:
     """Ragged prompts, a chunk, single tokens, a rejected token and an idle row, through the engine's own row cache.
 
     Row 0 outgrows the ring of a window layer (window + 512 columns) in the second forward.
@@ -98,6 +98,7 @@ def runs(model: Any, codec: Any, write_rows: Any = no_write_rows) -> list[np.nda
         Uniform(codec),
         max_width=300,
         write_rows=write_rows,
+        **options,
     )
     runner.kv.resize(3)
     generator = np.random.default_rng(0)
@@ -145,6 +146,27 @@ def test_fused_layers_change_no_bit(family: str, codec: KVCodec, monkeypatch: py
         assert all(np.array_equal(a, b) for a, b in zip(with_layers, blocks, strict=True))
         assert all(np.array_equal(a, b) for a, b in zip(written, blocks, strict=True))
     assert not lent
+
+
+@pytest.mark.parametrize("codec", [Native(), Affine(8, 32)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("family", [*sorted(FUSED), "qwen3_moe", "gpt_oss"])
+def test_rows_in_blocks_change_no_bit(family: str, codec: KVCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where a fused layer writes and reads them in place nor where attention alone does; and what attention
+    reads in place is not fetched before."""
+    model, ops = families.tiny(family), cpu.CpuOps(threads=2)
+    ops.install(model)
+    want = runs(model, codec, ops.write_rows)
+    read: list[bool] = []
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        found = ops.read_blocks(*arguments, **options)
+        read.append(found is not None)
+        return found
+
+    paged = runs(model, codec, ops.write_rows, block=16, read_blocks=counted)
+    assert all(np.array_equal(a, b) for a, b in zip(paged, want, strict=True))
+    assert all(read)
+    assert bool(read) == (family in ("qwen3_moe", "gpt_oss", "smollm3")), "where not all layers are fused"
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3n", "gemma3_text", "mamba2", "gpt_oss"])

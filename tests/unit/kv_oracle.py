@@ -10,6 +10,8 @@ import numpy as np
 
 from mantou.kv.delayed import Delayed
 from mantou.kv.layouts import FullRows, WindowRing
+from mantou.kv.paged import PagedRows
+from mantou.kv.pages import Pages
 from mantou.kv.pieces import Piece
 from mantou.kv.plan import LayerCodec, alike
 from mantou.kv.recurrent import RecurrentState
@@ -28,6 +30,17 @@ def layouts(codec: KVCodec, num_slots: int) -> list[Any]:
         RecurrentState(1, num_slots),
         Delayed(lambda inner: FullRows(inner, num_slots), _delayed(codec)),
         Delayed(lambda inner: WindowRing(inner, num_slots, WINDOW, SLACK), _delayed(codec)),
+    ]
+
+
+def paged_layouts(codec: KVCodec, num_slots: int, pages: Pages) -> list[Any]:
+    """The same, full rows in blocks."""
+    below, delayed = pages.below(START), _delayed(codec)
+    return [
+        PagedRows(alike(codec), pages),
+        *layouts(codec, num_slots)[1:3],
+        Delayed(lambda inner: PagedRows(inner, below if inner is delayed.below else pages), delayed),
+        layouts(codec, num_slots)[4],
     ]
 
 

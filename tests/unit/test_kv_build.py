@@ -39,6 +39,16 @@ def test_the_card_says_which_codec_the_layers_have(folder: Path) -> None:
     assert "mixed (kv_config.json): 1 native, 1 kv8g32 (2 full layers)" in card
 
 
+def test_the_card_and_the_numbers_say_whether_rows_share_blocks(folder: Path) -> None:
+    step, info = loaded(folder, paged_kv="on", paged_kv_block_size=32)
+    assert info.extra["kv_paging"] == {"block": 32, "why": "--paged-kv on", "layers": {"full": "blocks"}}
+    assert "  paging   blocks of 32 tokens (--paged-kv on)" in card_lines(Config(model=str(folder)), info, 1)
+    assert step.runner.block == 32
+    step, info = loaded(folder, paged_kv="off")
+    assert "  paging   off (--paged-kv off)" in card_lines(Config(model=str(folder)), info, 1)
+    assert step.runner.block is None
+
+
 def test_a_scheme_that_the_model_cannot_take_stops_the_server_before_it_serves(folder: Path) -> None:
     with pytest.raises(ConfigError, match="needs a head dimension of 64, 128, 256, 512, this model has 32"):
         loaded(folder, kv_quant="turbo")
@@ -49,7 +59,7 @@ def test_bytes_a_token_are_the_graphs_own(folder: Path) -> None:
 
 
 def test_a_budget_cuts_the_context_to_the_longest_row_that_fits_alone(folder: Path) -> None:
-    step, info = loaded(folder, kv_budget_bytes=640 * TOKEN)
+    step, info = loaded(folder, kv_budget_bytes=640 * TOKEN, paged_kv="off")
     assert info.context_length == 640
     assert any("context 2048 -> 640 tokens" in note for note in info.notes)
     assert (
@@ -80,7 +90,7 @@ def test_rows_beyond_the_budget_wait_and_what_can_never_fit_is_told_the_numbers(
     chats = ["one", "two", "three", "four"]
     with mantou.load(str(folder), **options) as free:
         expected = [answer.text for answer in free.batch(chats, max_tokens=12)]
-    with mantou.load(str(folder), kv_budget_bytes=128 * TOKEN, **options) as bound:
+    with mantou.load(str(folder), kv_budget_bytes=128 * TOKEN, paged_kv="off", **options) as bound:
         assert [answer.text for answer in bound.batch(chats, max_tokens=12)] == expected
         with pytest.raises(
             ContextOverflow, match=r"and the context 128 .the budget has 0\.000131 GB for keys"

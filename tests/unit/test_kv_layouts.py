@@ -12,11 +12,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mantou.kv.batch import KVBatch, RowSnapshot
 from mantou.kv.codecs import Affine, Native
 from mantou.kv.layouts import FullRows
+from mantou.kv.pages import Pages
 from mantou.kv.pieces import Piece
 from mantou.kv.plan import alike
 from mantou.kv.recurrent import RecurrentState
 from mantou.protocols import Group, Hit, KVCodec
-from tests.unit.kv_oracle import DIM, HEADS, SLACK, WINDOW, Row, advance, attention_sees, layouts
+from tests.unit.kv_oracle import (
+    DIM,
+    HEADS,
+    SLACK,
+    WINDOW,
+    Row,
+    advance,
+    attention_sees,
+    layouts,
+    paged_layouts,
+)
 
 
 class Batch(RuleBasedStateMachine):
@@ -24,12 +35,15 @@ class Batch(RuleBasedStateMachine):
 
     @initialize(slots=st.integers(1, 4), span_step=st.sampled_from([1, 8, 256]))
     def start(self, slots: int, span_step: int) -> None:
-        self.kv = KVBatch(lambda num_slots: layouts(Native(), num_slots), span_step=span_step)
+        self.kv = self.make(span_step)
         self.kv.resize(slots)
         self.rows: list[Row | None] = [None] * slots  # None: nobody's slot
         self.saved: list[tuple[Row, RowSnapshot]] = []
         self.hits: list[tuple[Row, Hit]] = []
         self.counter = 0
+
+    def make(self, span_step: int) -> KVBatch:
+        return KVBatch(lambda num_slots: layouts(Native(), num_slots), span_step=span_step)
 
     def slot(self, data: st.DataObject, *, alive: bool) -> int | None:
         found = [i for i, row in enumerate(self.rows) if (row is not None) == alive]
@@ -190,6 +204,20 @@ class Batch(RuleBasedStateMachine):
 
 TestBatch = Batch.TestCase
 TestBatch.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
+
+
+class PagedBatch(Batch):
+    """The same, where full rows share pools of blocks; after each rule no block is lost and none has two owners."""
+
+    def make(self, span_step: int) -> KVBatch:
+        pages = Pages(4)
+        return KVBatch(
+            lambda num_slots: paged_layouts(Native(), num_slots, pages), span_step=span_step, pages=pages
+        )
+
+
+TestPagedBatch = PagedBatch.TestCase
+TestPagedBatch.settings = settings(deadline=None, max_examples=40, stateful_step_count=50)
 
 
 # ------------------------------------------------------------------ single properties

@@ -58,7 +58,10 @@ def _examine() -> str | None:
         return "this CPU has neither AVX2 nor NEON dot products"
     from mantou.models.ops.self_test import self_test
 
-    failure = self_test()
+    try:
+        failure = self_test()
+    except TypeError:  # functions that take other arguments
+        return "the package mantou-kernels is of another version; `pip install ./kernels` builds it"
     return f"self-test failed: {failure}" if failure else None
 
 
@@ -66,6 +69,7 @@ class CpuOps:
     """Replaces linear layers, embeddings, expert stacks and the mx.fast entry points of a loaded graph."""
 
     name = "cpu"
+    reads_blocks = True
 
     def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
         from mantou.models.ops.extension import kernels
@@ -98,10 +102,49 @@ class CpuOps:
         count: mx.array | None,
         first_slot: int,
         ring: int,
+        table: mx.array | None = None,
+        block: int = 0,
     ) -> mx.array:
         from mantou.models.ops.extension import kernels
 
-        return kernels.kv_write(buffer, rows, start, count, first_slot=first_slot, ring=ring)
+        where = {"first_slot": first_slot, "ring": ring, "table": table, "block": block}
+        return kernels.kv_write(buffer, rows, start, count, **where)
+
+    def read_blocks(
+        self,
+        q: mx.array,
+        pools: tuple[Sequence[mx.array], Sequence[mx.array]],
+        table: mx.array,
+        block: int,
+        span: int,
+        *,
+        bits: int,
+        group: int,
+        scale: float,
+        mask: str | mx.array | None = None,
+        sinks: mx.array | None = None,
+        **options: Any,
+    ) -> mx.array | None:
+        from mantou.models.ops.extension import kernels
+
+        keys, values = pools
+        if options or q.dtype != keys[-1].dtype or (isinstance(mask, str) and mask not in ("", "causal")):
+            return None
+        return kernels.attention(
+            q,
+            keys[0],
+            values[0],
+            scale=scale,
+            causal=isinstance(mask, str) and mask == "causal",
+            mask=mask if isinstance(mask, mx.array) else None,
+            sinks=sinks,
+            groups=[*keys[1:], *values[1:]],
+            bits=bits,
+            group=group,
+            table=table,
+            block=block,
+            columns=span,
+        )
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""

@@ -74,6 +74,7 @@ class FoldedAttention:
 
 class CudaOps:
     name = "cuda"
+    reads_blocks = False
 
     def install(self, model: Any) -> Sequence[str]:
         """Retypes quantised layers of the graph and replaces MLX's attention for this process."""
@@ -82,11 +83,27 @@ class CudaOps:
                 module.__class__ = FlatQuantizedLinear
             elif type(module) is nn.QuantizedEmbedding:
                 module.__class__ = FlatQuantizedEmbedding
-        if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention):
-            mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
+        found = mx.fast.scaled_dot_product_attention
+        if not isinstance(getattr(found, "plain", None), FoldedAttention) and not isinstance(
+            found, FoldedAttention
+        ):
+            mx.fast.scaled_dot_product_attention = FoldedAttention(found)
         return ()
 
-    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+    def write_rows(
+        self,
+        buffer: Any,
+        rows: Any,
+        start: Any,
+        count: Any,
+        first_slot: int,
+        ring: int,
+        table: Any = None,
+        block: int = 0,
+    ) -> None:
+        return None
+
+    def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
         return None
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:

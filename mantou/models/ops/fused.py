@@ -52,6 +52,7 @@ class FusedLayer(nn.Module):
         scales = [*loan.keys[1:], *loan.values[1:]]
         where = {"count": loan.count, "mask": loan.mask, "first_slot": loan.first_slot, "window": loan.window}
         how = {"ring": loan.ring, "bits": loan.groups.bits, "group": loan.groups.group_size}
+        how |= {"table": loan.table, "block": loan.block}
         start = loan.start
         del loan
         y, key, value, *rest = kernels.layer(

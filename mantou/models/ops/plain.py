@@ -10,6 +10,7 @@ class PlainOps:
     """Leaves the graph as it is. `notes` say why, when another implementation was meant to run."""
 
     name = "mlx"
+    reads_blocks = False
 
     def __init__(self, *notes: str) -> None:
         self._notes = notes
@@ -17,7 +18,20 @@ class PlainOps:
     def install(self, model: Any) -> Sequence[str]:
         return self._notes
 
-    def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
+    def write_rows(
+        self,
+        buffer: Any,
+        rows: Any,
+        start: Any,
+        count: Any,
+        first_slot: int,
+        ring: int,
+        table: Any = None,
+        block: int = 0,
+    ) -> None:
+        return None
+
+    def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
         return None
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:

@@ -129,6 +129,19 @@ def _attention_cases(plain: MxFast) -> Iterator[Case]:
     index = mx.broadcast_to((mx.array([4, 9])[:, None] + mx.arange(3))[:, None, :, None], rows.shape)
     want = mx.put_along_axis(buffer, index, rows, axis=2)
     yield "kv_write", 0.0, lambda: (kernels.kv_write(buffer, rows, mx.array([4, 9])), want)
+    # In blocks of 16 columns: slot 0 is block 1, slot 1 block 0.
+    pool, table = mx.concatenate([buffer[1:], buffer[:1]], axis=2), mx.array([[1], [0]], mx.int32)
+    paged = mx.concatenate([want[1:], want[:1]], axis=2)
+    where = {"table": table, "block": 16}
+    yield "kv_write in blocks", 0.0, lambda: (kernels.kv_write(pool, rows, mx.array([4, 9]), **where), paged)
+    yield (
+        "attention in blocks",
+        0.0,
+        lambda: (
+            kernels.attention(rows, paged, paged, scale=0.16, columns=16, **where),
+            kernels.attention(rows, want, want, scale=0.16),
+        ),
+    )
 
 
 def _scan_cases() -> Iterator[Case]:
