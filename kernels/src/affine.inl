@@ -97,7 +97,7 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
   for (int u = 0; u < l.k / kUnit; ++u) {
     scales[static_cast<size_t>(u) * tokens + token] = quantise_unit(row + u * kUnit, planes, q);
     uint8_t* out = tile + (static_cast<size_t>(u) * tokens + token) * 64;
-#if defined(__ARM_NEON) || defined(__AVXVNNI__)
+#if defined(__ARM_NEON) || defined(__AVXVNNI__) || defined(MANTOU_AMX_EMULATED)
     auto* bytes = reinterpret_cast<int8_t*>(out);
     if (planes == 1) {
       for (int i = 0; i < 32; ++i) bytes[i] = static_cast<int8_t>(q[i]);

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "amx.h"
 #include "bridge.h"
 #include "ops.h"
 #include "pool.h"
@@ -144,6 +145,11 @@ NB_MODULE(_ext, m) {
   bind_draw(m);
   bind_layer(m);
   m.def("select_kernels", [](const std::string& name) { return std::string(select_kernels(name)); }, "name"_a = "");
+  m.def("runnable_kernels", [] {
+    const auto names = runnable_kernels();
+    return std::vector<std::string>(names.begin(), names.end());
+  });
+  m.def("amx", &amx_state);
   m.def("supported", [] { return kernels_for_cpu() != nullptr; });
   m.def("usable_cpus", &usable_cpus);
   m.def("threads", [] { return Pool::instance().threads(); });

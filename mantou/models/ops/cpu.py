@@ -86,6 +86,8 @@ class CpuOps:
         mode = "" if self._planes == 2 else ", 8-bit activations"
         fused = f", {num_fused} fused layers" if num_fused else ""
         notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{fused}{mode}"]
+        if kernels.amx() not in ("works", "absent"):
+            notes.append(f"AMX is not in use: {kernels.amx()}")
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
