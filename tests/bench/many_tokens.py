@@ -1,6 +1,6 @@
 """`python -m tests.bench.many_tokens`: products of many tokens with quantised weights, by every instruction set here.
 
-For prompts: AMX against AVX-512 against AVX2, exact and int8 activations, in interleaved rounds. Also says what the probe
+For prompts: AMX against AVX-512 against AVX2, exact and int8 activations, in interleaved rounds. Says what the probe
 for AMX found, and compares the bits of all. Knows no models.
 """
 

@@ -1,4 +1,4 @@
-"""AMX, where the processor has it: the probe says so, the dispatch list agrees, and its bits are those of the others."""
+"""AMX, where the processor has it: the probe says so, the dispatch list agrees, its bits are those of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = kernels.runnable_kernels()
 def announced() -> bool:
     """Whether Linux says that this processor has AMX for integers."""
     info = Path("/proc/cpuinfo")
-    flags = re.findall(r"^flags\s*:(.*)$", info.read_text(), re.M)[:1] if info.exists() else []
+    flags = re.findall(r"^flags\s*:(.*)$", info.read_text(), re.MULTILINE)[:1] if info.exists() else []
     return any({"amx_tile", "amx_int8"} <= set(line.split()) for line in flags)
 
 
