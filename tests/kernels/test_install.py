@@ -61,6 +61,10 @@ def test_dense_graphs(family: str) -> None:
         sum(isinstance(m, fused.FusedLayer) for m in model.modules()) == FUSED.get(family, 0)
         or family not in FUSED
     )
+    layers = [m for m in model.modules() if isinstance(m, fused.FusedLayer)]
+    assert sum(layer.linked for layer in layers) == max(0, len(layers) - 1), (
+        "layers in a row share primitives"
+    )
     assert distance(logits(model), want) < 2e-5
 
 

@@ -110,11 +110,15 @@ class CpuOps:
         from mantou.models.ops.extension import kernels
 
         num_top = params.max_logprobs
+        if not params.any_sampled and num_top < 0:
+            highest = kernels.highest_of_product(logits)
+            if highest is not None:
+                return highest
         if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
             return None
         if positions is None:  # nothing is sampled
             positions = mx.zeros(logits.shape[:2], mx.uint32)
-        return kernels.draw(
+        tokens, *others = kernels.draw(
             logits,
             sampled=params.sampled,
             inverse_temperature=params.inverse_temperature,
@@ -125,23 +129,26 @@ class CpuOps:
             positions=positions,
             num_top=num_top,
         )
+        return [tokens, mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0], *others]
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""
-        from mantou.models.ops.fused import fuse, fuse_mlp
+        from mantou.models.ops.fused import fuse, fuse_mlp, link
 
         for _, module in model.named_modules():
             for name, child in module.children().items():
                 packed = fuse_mlp(child, self._planes) if isinstance(child, nn.Module) else None
                 if packed is not None:
                     module[name] = packed
-        num_fused = 0
-        for container, index in list(_blocks(model)):
+        blocks, fused = list(_blocks(model)), []
+        for container, index in blocks:
             layer = fuse(container[index], self._planes)
             if layer is not None:
                 container[index] = layer
-                num_fused += 1
-        return num_fused
+                fused.append(layer)
+        if fused and len(fused) == len(blocks) and all(c is blocks[0][0] for c, _ in blocks):
+            link(model, fused)
+        return len(fused)
 
     def _replace(self, parent: Any, key: Any) -> bool:
         from mantou.models.ops import modules
