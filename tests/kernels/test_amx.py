@@ -40,11 +40,12 @@ def test_the_best_runnable_kernels_are_chosen() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("planes", [1, 2])
-def test_all_runnable_kernels_give_the_same_bits(bits: int, planes: int) -> None:
+@pytest.mark.parametrize("k", [512, 1024])
+def test_all_runnable_kernels_give_the_same_bits(bits: int, planes: int, k: int) -> None:
     before, found = kernels.select_kernels(), {}
-    w, s, b = mx.quantize(ref.normal(80, 512, seed=bits), group_size=64, bits=bits)
+    w, s, b = mx.quantize(ref.normal(80, k, seed=bits), group_size=64, bits=bits)
     (packed,) = kernels.pack_affine([w], [s], [b], group_size=64, bits=bits)
-    x = ref.normal(70, 512)
+    x = ref.normal(70, k)
     try:
         for name in NAMES:
             kernels.select_kernels(name)
