@@ -133,22 +133,25 @@ class CpuOps:
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""
-        from mantou.models.ops.fused import fuse, fuse_mlp, link
+        from mantou.models.ops.fused import FusedLayer, fuse, fuse_mlp, link
 
         for _, module in model.named_modules():
             for name, child in module.children().items():
                 packed = fuse_mlp(child, self._planes) if isinstance(child, nn.Module) else None
                 if packed is not None:
                     module[name] = packed
-        blocks, fused = list(_blocks(model)), []
-        for container, index in blocks:
+        num_fused, linked = 0, []
+        for container, index in list(_blocks(model)):
             layer = fuse(container[index], self._planes)
-            if layer is not None:
-                container[index] = layer
-                fused.append(layer)
-        if fused and len(fused) == len(blocks) and all(c is blocks[0][0] for c, _ in blocks):
-            link(model, fused)
-        return len(fused)
+            if layer is None:
+                continue
+            before = container[index - 1] if index else None
+            if isinstance(before, FusedLayer):
+                linked.append(before)
+            container[index] = layer
+            num_fused += 1
+        link(model, linked)
+        return num_fused
 
     def _replace(self, parent: Any, key: Any) -> bool:
         from mantou.models.ops import modules

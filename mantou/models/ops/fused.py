@@ -80,17 +80,19 @@ class FusedLayer(nn.Module):
 
 
 def link(model: Any, layers: list[FusedLayer]) -> None:
-    """Lets all but the last of the layers wait for the next, if a trial shows that the graph just passes x on.
+    """Lets layers wait for the fused one behind each, if a trial shows that the graph just passes their result on.
 
-    A `Chain` is no array: a graph that reads it, adds to it or gives it to anyone but the next layer raises.
+    A `Chain` is no array: a graph that reads it, adds to it or gives it to anyone but a fused layer raises.
     """
-    for layer in layers[:-1]:
+    if not layers:
+        return
+    for layer in layers:
         layer.link(True)
     try:
         passed = isinstance(model(mx.zeros((1, 2), mx.int32)), mx.array)  # built, not run
     except (AttributeError, TypeError, ValueError, RuntimeError):
         passed = False
-    for layer in layers[:-1]:
+    for layer in layers:
         layer.link(passed)
 
 
