@@ -18,7 +18,7 @@ KERNELS := $(VENV)/.built-kernels
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install dev kernels try-kernels test check lint types contracts size sanitize parity e2e agents bench structured docs docs-check lock clean
+.PHONY: help serve install dev kernels try-kernels test check lint types contracts size sanitize neon parity e2e agents bench structured docs docs-check lock clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -85,6 +85,9 @@ size: $(DEV)
 
 sanitize: $(DEV) try-kernels ## The C++ kernels' tests with the address and undefined-behaviour sanitizers
 	@sh scripts/sanitize.sh '$(VENV)'
+
+neon: ## The kernels' inner loops for AArch64 under qemu (g++-aarch64-linux-gnu, qemu-user-static)
+	@scripts/native_kernels.sh neon build/native
 
 parity: $(DEV) try-kernels ## SmolLM2 against mlx_lm itself: greedy tokens and logits
 	$(PYTEST) tests/parity

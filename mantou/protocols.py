@@ -393,8 +393,10 @@ class DeviceOps(Protocol):
         ...
 
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
-        """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits.
+        """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits:
+        tokens, their logits, and what was asked for of log-probabilities and alternatives.
 
+        The logits may be lazy: an implementation that needs none of them in memory never computes them.
         `params` is what the sampler prepared. None where it has no implementation of a stage that they ask for.
         """
         ...

@@ -8,7 +8,8 @@
 //
 // Tile: unit-major, [unit][token][64 bytes], then [unit][token]{scale, sum} as floats.
 //   AVX-512, AVX-VNNI, NEON  32 high bytes, 32 low bytes (one plane: the first 32)
-//   AVX2                     32 int16, each four as k0 k2 k1 k3, for multiplying even and odd bytes apart
+//   AVX2                     the same for weights of up to 6 bits, whose products two by two fit 16 bits; for 8 bits
+//                            32 int16, each four as k0 k2 k1 k3, for multiplying even and odd bytes apart
 
 struct UnitScale {
   float scale, sum;
@@ -89,6 +90,61 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
   }
 }
 
+#elif defined(__AVX2__)
+
+// Whether activations are bytes, or 16-bit words: without VNNI an int16 must hold the sum of two products.
+MANTOU_INLINE bool as_bytes([[maybe_unused]] int bits) {
+#if defined(__AVXVNNI__) || defined(MANTOU_AMX_EMULATED)
+  return true;
+#else
+  return bits <= 6;
+#endif
+}
+
+// The same in vectors of eight.
+MANTOU_INLINE UnitScale prepare_unit(const float* x, int planes, bool bytes, uint8_t* out) {
+  const Vf a = load(x), b = load(x + 16);
+  const float largest = reduce_max(max(abs(a), abs(b)));
+  const auto keep = [out](int at, __m256i v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + at), v); };
+  if (any_nan(a) || any_nan(b) || largest > 3.4028234e38f) {
+    keep(0, _mm256_setzero_si256()), keep(32, _mm256_setzero_si256());
+    return {NAN, NAN};
+  }
+  const float limit = planes == 1 ? 127.0f : 32512.0f;
+  const Vf inverse = set1(largest > 1e-30f ? limit / largest : 0.0f), sa = mul(a, inverse), sb = mul(b, inverse);
+  const __m256i q[4] = {_mm256_cvtps_epi32(sa.lo), _mm256_cvtps_epi32(sa.hi), _mm256_cvtps_epi32(sb.lo), _mm256_cvtps_epi32(sb.hi)};
+  const auto words = [](__m256i lo, __m256i hi) { return _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8); };
+  const __m256i first = words(q[0], q[1]), second = words(q[2], q[3]);
+  if (!bytes) {
+    const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,  //
+                                           0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    keep(0, _mm256_shuffle_epi8(first, order)), keep(32, _mm256_shuffle_epi8(second, order));
+  } else if (planes == 1) {
+    keep(0, _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8));
+  } else {
+    // high = (q + 128) >> 8, of at most 127, and low = q - 256 * high, which is the low byte as it is.
+    const __m256i half = _mm256_set1_epi16(128), low = _mm256_set1_epi16(255);
+    const __m256i h0 = _mm256_srai_epi16(_mm256_add_epi16(first, half), 8), h1 = _mm256_srai_epi16(_mm256_add_epi16(second, half), 8);
+    keep(0, _mm256_permute4x64_epi64(_mm256_packs_epi16(h0, h1), 0xd8));
+    keep(32, _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(first, low), _mm256_and_si256(second, low)), 0xd8));
+  }
+  const __m256i sums = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1));
+  const float scale = largest / limit;
+  return {scale, scale * static_cast<float>(_mm_cvtsi128_si32(s))};
+}
+
+static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
+  UnitScale* scales = tile_scales(l, tokens, tile);
+  const bool bytes = as_bytes(l.bits);
+  for (int u = 0; u < l.k / kUnit; ++u) {
+    const size_t at = static_cast<size_t>(u) * tokens + token;
+    scales[at] = prepare_unit(row + u * kUnit, planes, bytes, tile + at * 64);
+  }
+}
+
 #else
 
 static void prepare_affine(const Layout& l, const float* row, int token, int tokens, int planes, uint8_t* tile) {
@@ -96,25 +152,12 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
   alignas(64) int32_t q[32];
   for (int u = 0; u < l.k / kUnit; ++u) {
     scales[static_cast<size_t>(u) * tokens + token] = quantise_unit(row + u * kUnit, planes, q);
-    uint8_t* out = tile + (static_cast<size_t>(u) * tokens + token) * 64;
-#if defined(__ARM_NEON) || defined(__AVXVNNI__)
-    auto* bytes = reinterpret_cast<int8_t*>(out);
-    if (planes == 1) {
-      for (int i = 0; i < 32; ++i) bytes[i] = static_cast<int8_t>(q[i]);
-    } else {
-      for (int i = 0; i < 32; ++i) {
-        const int high = (q[i] + 128) >> 8;
-        bytes[i] = static_cast<int8_t>(high);
-        bytes[32 + i] = static_cast<int8_t>(q[i] - high * 256);
-      }
+    auto* bytes = reinterpret_cast<int8_t*>(tile + (static_cast<size_t>(u) * tokens + token) * 64);
+    for (int i = 0; i < 32; ++i) {
+      const int high = planes == 1 ? q[i] : (q[i] + 128) >> 8;
+      bytes[i] = static_cast<int8_t>(high);
+      if (planes == 2) bytes[32 + i] = static_cast<int8_t>(q[i] - high * 256);
     }
-#else
-    auto* words = reinterpret_cast<int16_t*>(out);
-    for (int i = 0; i < 32; i += 4) {
-      words[i] = static_cast<int16_t>(q[i]), words[i + 1] = static_cast<int16_t>(q[i + 2]);
-      words[i + 2] = static_cast<int16_t>(q[i + 1]), words[i + 3] = static_cast<int16_t>(q[i + 3]);
-    }
-#endif
   }
 }
 
@@ -261,6 +304,35 @@ MANTOU_INLINE void sum_half(const uint8_t* p, const uint8_t* x, int half, __m256
   if constexpr (PLANES == 2)
     for (int m = 0; m < MT; ++m) sum[m] = _mm256_add_epi32(_mm256_slli_epi32(sum[m], 8), low[m]);
 #else
+  if constexpr (BITS <= 6 && PLANES == 2 && MT > 4) {  // two sums a token, as above
+    sum_half<BITS, 4, PLANES>(p, x, half, sum);
+    return sum_half<BITS, MT - 4, PLANES>(p, x + 4 * 64, half, sum + 4);
+  }
+  if constexpr (BITS <= 6) {
+    // Two products of a weight and a byte are at most 256 * (2^bits - 1): so many of them fit 16 bits.
+    constexpr int kTogether = BITS <= 4 ? 8 : BITS == 5 ? 4 : 2;
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i pairs[PLANES][MT], sums[PLANES][MT];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const __m256i v = load_half<BITS>(p, i, half);
+#pragma GCC unroll 8
+      for (int m = 0; m < MT; ++m) {
+#pragma GCC unroll 2
+        for (int plane = 0; plane < PLANES; ++plane) {
+          const int32_t four = reinterpret_cast<const int32_t*>(x + 64 * m + 32 * plane)[i];
+          const __m256i two = _mm256_maddubs_epi16(v, _mm256_set1_epi32(four));
+          pairs[plane][m] = i % kTogether == 0 ? two : _mm256_add_epi16(pairs[plane][m], two);
+          if (i % kTogether != kTogether - 1) continue;
+          const __m256i wide = _mm256_madd_epi16(pairs[plane][m], ones);
+          sums[plane][m] = i < kTogether ? wide : _mm256_add_epi32(sums[plane][m], wide);
+        }
+      }
+    }
+    for (int m = 0; m < MT; ++m)
+      sum[m] = PLANES == 1 ? sums[0][m] : _mm256_add_epi32(_mm256_slli_epi32(sums[0][m], 8), sums[PLANES - 1][m]);
+    return;
+  }
   const __m256i even_bytes = _mm256_set1_epi16(255);
 #pragma GCC unroll 8
   for (int m = 0; m < MT; ++m) sum[m] = _mm256_setzero_si256();

@@ -1,6 +1,7 @@
 // Which kernel table this CPU can run. The checks name every extension that the table's compiler flags allow.
 #include <cstring>
 
+#include "amx.h"
 #include "kernels.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -12,6 +13,9 @@ namespace mantou {
 
 #if defined(__x86_64__)
 extern const Kernels kernels_avx512, kernels_avx_vnni, kernels_avx2;
+#if defined(MANTOU_AMX)
+extern const Kernels kernels_amx;
+#endif
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
 #endif
@@ -24,6 +28,9 @@ const Kernels* kernels_for_cpu(const char* name) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
+#if defined(MANTOU_AMX)
+  if (avx512 && wanted("amx") && amx_works()) return &kernels_amx;
+#endif
   if (avx512 && wanted("avx512")) return &kernels_avx512;
   if (avx2 && __builtin_cpu_supports("avxvnni") && wanted("avx_vnni")) return &kernels_avx_vnni;
   if (avx2 && wanted("avx2")) return &kernels_avx2;
@@ -38,14 +45,11 @@ const Kernels* kernels_for_cpu(const char* name) {
   return nullptr;
 }
 
-size_t tile_bytes(const Layout& l, int tokens) {
-  const size_t t = static_cast<size_t>(tokens);
-  return l.form == Form::dense ? l.k_padded * t * 4 : static_cast<size_t>(l.k / kUnit) * t * (64 + 8);
-}
-
-size_t attend_scratch_floats(int num_queries, int head_dim, int num_keys) {
-  const auto padded = [](int n) { return static_cast<size_t>((n + 15) / 16 * 16); };
-  return padded(head_dim) * 16 + static_cast<size_t>(num_queries) * (padded(num_keys) + 16);
+std::vector<const char*> runnable_kernels() {
+  std::vector<const char*> found;
+  for (const char* name : {"amx", "avx512", "avx_vnni", "avx2", "neon"})
+    if (kernels_for_cpu(name) != nullptr) found.push_back(name);
+  return found;
 }
 
 }  // namespace mantou

@@ -31,15 +31,18 @@ void block(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, i
   }
 }
 
-}  // namespace
-}  // namespace mantou::MANTOU_ISA
+#if defined(MANTOU_AMX)
+#include "amx.inl"
+#endif
 
-namespace mantou {
-extern const Kernels MANTOU_TABLE;
-const Kernels MANTOU_TABLE = {
-    MANTOU_ISA_NAME,
+}  // namespace
+
+using Block = decltype(Kernels::block);
+constexpr Kernels table(const char* name, Block block) {
+  return {
+    name,
     MANTOU_ISA::prepare,
-    MANTOU_ISA::block,
+    block,
     MANTOU_ISA::load_row,
     MANTOU_ISA::store_row,
     MANTOU_ISA::round_row,
@@ -58,5 +61,23 @@ const Kernels MANTOU_TABLE = {
     MANTOU_ISA::ssm,
     {MANTOU_ISA::highest_of, MANTOU_ISA::exp_row, MANTOU_ISA::add_in_order, MANTOU_ISA::bucket_row,
      MANTOU_ISA::select_from, MANTOU_ISA::select_equal, MANTOU_ISA::scores_row},
-};
+  };
+}
+
+}  // namespace mantou::MANTOU_ISA
+
+namespace mantou {
+
+extern const Kernels MANTOU_TABLE;
+const Kernels MANTOU_TABLE = MANTOU_ISA::table(MANTOU_ISA_NAME, MANTOU_ISA::block);
+
+#if defined(MANTOU_AMX)
+// The same kernels but for many tokens times quantised weights.
+extern const Kernels kernels_amx;
+const Kernels kernels_amx = MANTOU_ISA::table("amx", MANTOU_ISA::amx_block);
+
+bool amx_gives_right_products();
+bool amx_gives_right_products() { return MANTOU_ISA::amx_multiplies(); }
+#endif
+
 }  // namespace mantou

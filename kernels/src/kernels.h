@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "draw.h"
 #include "packed.h"
@@ -101,8 +102,10 @@ struct Kernels {
 size_t tile_bytes(const Layout&, int tokens);
 size_t attend_scratch_floats(int num_queries, int head_dim, int num_keys);
 
-// The best table that this CPU can run, or null. `name` picks one by name ("avx512", "avx_vnni", "avx2", "neon"): null when the
-// CPU cannot run it.
+// The best table that this CPU can run, or null. `name` picks one by name ("amx", "avx512", "avx_vnni", "avx2", "neon"):
+// null when the CPU cannot run it.
 const Kernels* kernels_for_cpu(const char* name = nullptr);
+// The names of all that it can run, best first.
+std::vector<const char*> runnable_kernels();
 
 }  // namespace mantou

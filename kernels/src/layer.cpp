@@ -40,6 +40,7 @@ class Layer {
     product(*s_.gate_up, h, &s_.mlp_norm, nullptr, nullptr, gated, true);
     warm(*s_.down);
     residual_product(*s_.down, gated, nullptr, s_.mlp_out_norm, h, c_.out);
+    if (c_.next != nullptr) warm(*c_.next);
   }
 
  private:

@@ -38,7 +38,7 @@ void check_layer(const LayerSpec& spec);
 
 struct LayerCall {
   const void* x = nullptr;  // [batch, tokens, hidden]
-  void* out = nullptr;      // like x
+  void* out = nullptr;      // like x, and may be x
   Scalar type = Scalar::f32;
   int batch = 0, tokens = 0;
   KVBuffer keys, values;  // row b starts at position start[b]
@@ -48,6 +48,7 @@ struct LayerCall {
   // Position p lives in column p % ring and `mask` says what is seen; 0 = column p, and the window says it.
   int ring = 0;
   View4 mask;  // bytes [batch, heads, tokens, ring]
+  const Packed* next = nullptr;  // the first weights that are read after this layer, if they are known
 };
 
 void run_layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call);

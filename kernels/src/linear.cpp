@@ -177,6 +177,13 @@ void offer(std::vector<Candidate>& best, int count, Candidate c) {
   if (static_cast<int>(best.size()) > count) best.pop_back();
 }
 
+// Keeps the best, from blocks in rising order: an equal one stays with the lower index. Not-a-number is never higher.
+void offer_block(const Kernels& k, Candidate& best, const float* x, int block, int n) {
+  if (k.draw.highest(x, n) <= best.value) return;
+  for (int r = 0; r < n; ++r)
+    if (x[r] > best.value) best = {x[r], block * kBlockRows + r};
+}
+
 }  // namespace
 
 void linear(const Kernels& kernels, const LinearCall& call) {
@@ -221,6 +228,37 @@ void linear_top(const Kernels& kernels, const LinearCall& call, int count, float
       values[static_cast<size_t>(i) * count + j] = best[i][j].value;
       indices[static_cast<size_t>(i) * count + j] = best[i][j].index;
     }
+}
+
+void linear_highest(const Kernels& kernels, const LinearCall& call, float* values, int32_t* indices) {
+  const Layout& l = call.weights->layout;
+  std::mutex mutex;
+  for (int first = 0; first < call.num_rows; first += kPanelRows) {
+    Panel panel(kernels, call, first, std::min(kPanelRows, call.num_rows - first));
+    const Group& group = panel.plan().groups[0];
+    std::vector<Candidate> best(panel.plan().order.size(), {-INFINITY, INT32_MAX}), initial(best);
+    Pool::instance().run(l.blocks, chunk_for(l.blocks), panel.cost_us(), [&](int begin, int end) {
+      std::vector<Candidate> mine(best.size(), {-INFINITY, INT32_MAX});
+      alignas(64) float out[kMaxTile * kBlockRows];
+      for (int b = begin; b < end; ++b)
+        for (int t = group.begin; t < group.end; ++t) {
+          const Tile& tile = panel.plan().tiles[t];
+          panel.multiply(group, b, t, out);
+          kernels.round(out, tile.count * kBlockRows, call.out_type);
+          const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
+          for (int m = 0; m < tile.count; ++m) offer_block(kernels, mine[tile.first + m], out + m * kBlockRows, b, n);
+          if (b > 0) continue;
+          for (int m = 0; m < tile.count; ++m) initial[tile.first + m] = {out[m * kBlockRows], 0};
+        }
+      std::lock_guard<std::mutex> lock(mutex);
+      for (size_t i = 0; i < mine.size(); ++i) best[i] = std::min(best[i], mine[i]);
+    });
+    for (size_t i = 0; i < best.size(); ++i) {
+      const Candidate& found = best[i].index == INT32_MAX ? initial[i] : best[i];
+      values[first + i] = found.value;
+      indices[first + i] = found.index;
+    }
+  }
 }
 
 }  // namespace mantou

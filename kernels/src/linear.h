@@ -39,4 +39,7 @@ void linear(const Kernels& kernels, const LinearCall& call);
 // its logits in memory. values: [num_rows, count] floats; indices: [num_rows, count].
 void linear_top(const Kernels& kernels, const LinearCall& call, int count, float* values, int32_t* indices);
 
+// The same for count = 1, by vectors. Not-a-number never wins; where nothing is above -infinity, output 0 does.
+void linear_highest(const Kernels& kernels, const LinearCall& call, float* values, int32_t* indices);
+
 }  // namespace mantou

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "amx.h"
 #include "bridge.h"
 #include "ops.h"
 #include "pool.h"
@@ -51,6 +52,7 @@ void bind_linear(nb::module_& m) {
         return linear_top(x, w, count, o);
       },
       "x"_a, "weights"_a, "count"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 1e-5f, "planes"_a = 2);
+  m.def("highest_of_product", &highest_of_product, "logits"_a);
   m.def("adapter_rows", &adapter_rows, "base"_a, "x"_a, "a"_a, "b"_a, "scale"_a, "slot"_a);
 }
 
@@ -125,18 +127,16 @@ void bind_layer(nb::module_& m) {
       "out_bias"_a = nb::none(), "attention_out_norm"_a = nb::none(), "mlp_out_norm"_a = nb::none(),
       "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "planes"_a = 2);
   m.def(
-      "layer",
-      [](const array& x, const std::shared_ptr<LayerSpec>& layer, array keys, array values, const array& start,
-         std::vector<array> scales, Optional count, Optional mask, int first_slot, int window, int ring, int bits,
-         int group, Optional table, int block) {
-        std::vector<array> buffers{std::move(keys), std::move(values)};
-        for (array& a : scales) buffers.push_back(std::move(a));
-        scales.clear();
-        return mantou::layer(x, layer, buffers, start, {count, mask, first_slot, window, ring, bits, group, table, block});
+      "layers",
+      [](const array& x, const std::vector<std::shared_ptr<LayerSpec>>& layers, const std::vector<std::vector<array>>& buffers,
+         const array& start, Optional count, Optional mask, int first_slot, int window, int ring, int bits, int group,
+         Optional table, int block) {
+        return mantou::layers(x, layers, buffers, start,
+                              {count, mask, first_slot, window, ring, bits, group, table, block});
       },
-      "x"_a, "layer"_a, "keys"_a, "values"_a, "start"_a, nb::kw_only(), "scales"_a = std::vector<array>{},
-      "count"_a = nb::none(), "mask"_a = nb::none(), "first_slot"_a = 0, "window"_a = 0, "ring"_a = 0, "bits"_a = 0,
-      "group"_a = 0, "table"_a = nb::none(), "block"_a = 0);
+      "x"_a, "layers"_a, "buffers"_a, "start"_a, nb::kw_only(), "count"_a = nb::none(), "mask"_a = nb::none(),
+      "first_slot"_a = 0, "window"_a = 0, "ring"_a = 0, "bits"_a = 0, "group"_a = 0, "table"_a = nb::none(),
+      "block"_a = 0);
 }
 
 }  // namespace
@@ -151,6 +151,11 @@ NB_MODULE(_ext, m) {
   bind_draw(m);
   bind_layer(m);
   m.def("select_kernels", [](const std::string& name) { return std::string(select_kernels(name)); }, "name"_a = "");
+  m.def("runnable_kernels", [] {
+    const auto names = runnable_kernels();
+    return std::vector<std::string>(names.begin(), names.end());
+  });
+  m.def("amx", &amx_state);
   m.def("supported", [] { return kernels_for_cpu() != nullptr; });
   m.def("usable_cpus", &usable_cpus);
   m.def("threads", [] { return Pool::instance().threads(); });

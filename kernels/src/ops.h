@@ -45,6 +45,10 @@ array gather_linear(const array& x, const Weights& weights, const array& source,
 array embed(const array& ids, const Weights& weights, mx::Dtype type);
 // x [..., k] -> values f32 [..., count] and indices int32 [..., count], largest first, ties by lower index.
 std::vector<array> linear_top(const array& x, const Weights& weights, int count, const LinearOptions& options);
+// Of logits that `linear` was asked for and that nobody has computed yet: the index of the largest, int32 [...], and its
+// value, f32 [...], without the logits in memory. Ties by lower index; where no logit is a number above -infinity, the
+// first. Nothing where the logits come from elsewhere.
+std::optional<std::vector<array>> highest_of_product(const array& logits);
 // base [m, n] + scale[s] * (x [m, k] a[s]^T) b[s]^T with s = slot[row]; a [slots, r, k], b [slots, n, r]; slot < 0 = none.
 array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale,
                    const array& slot);
@@ -125,8 +129,9 @@ struct LayerParts {
   int planes;
 };
 std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
-// x [B, T, hidden] and the buffers [slots, Hk, capacity, ...] (keys, values and, when packed, scales and biases of keys
-// and of values) -> y like x, and the buffers with the rows appended; they are reused when nobody else holds them.
+// Layers that follow each other: x [B, T, hidden] and for each layer its buffers [slots, Hk, capacity, ...] (keys, values
+// and, when packed, scales and biases of keys and of values) -> y like x, and the buffers, layer by layer, with the rows
+// appended; they are reused when nobody else holds them.
 // See LayerCall for start, count, window, ring and mask, and KVBuffer for the packing.
 struct LayerOptions {
   Optional count, mask;
@@ -134,8 +139,8 @@ struct LayerOptions {
   Optional table;  // the buffers are pools, as for attention
   int block = 0;
 };
-std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
-                         const array& start, const LayerOptions& options);
+std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
+                          const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& options);
 
 // Shared by the operations.
 Gate gate_of(const std::string& name);

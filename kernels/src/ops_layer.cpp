@@ -1,5 +1,4 @@
-// The decoder layer as one MLX primitive: hidden state and buffers in, hidden state and the same buffers out.
-#include <array>
+// Decoder layers as one MLX primitive: hidden state and buffers in, hidden state and the same buffers out.
 #include <cstring>
 
 #include "bridge.h"
@@ -19,21 +18,23 @@ bool only_ours(const array& a, long num_results) {
 }
 
 struct LayerNode {
-  std::shared_ptr<const LayerSpec> spec;
+  std::vector<std::shared_ptr<const LayerSpec>> specs;
   int first_slot, window, ring, bits, group, shift;
   bool counted, masked, paged;
-  int num_buffers() const { return bits == 0 ? 2 : 6; }
+  int buffers_each() const { return bits == 0 ? 2 : 6; }
+  int num_buffers() const { return buffers_each() * static_cast<int>(specs.size()); }
 };
 
-class DecoderLayer : public CpuPrimitive {
+// One layer or several that follow each other.
+class DecoderLayers : public CpuPrimitive {
  public:
-  DecoderLayer(mx::Stream s, LayerNode node) : CpuPrimitive(s), node_(std::move(node)) {}
-  const char* name() const override { return "MantouDecoderLayer"; }
+  DecoderLayers(mx::Stream s, LayerNode node) : CpuPrimitive(s), node_(std::move(node)) {}
+  const char* name() const override { return "MantouDecoderLayers"; }
 
-  // Inputs: x, the buffers, start, count?, mask?, table?. Results: y, the buffers.
+  // Inputs: x, the buffers layer by layer, start, count?, mask?, table?. Results: y, the buffers.
   void eval_cpu(const std::vector<array>& in, std::vector<array>& out) override {
     allocate(out[0]);
-    std::array<bool, 6> reuse{};
+    std::vector<bool> reuse(node_.num_buffers());
     for (int i = 0; i < node_.num_buffers(); ++i) {
       reuse[i] = only_ours(in[1 + i], 1 + node_.num_buffers());
       reuse[i] ? out[1 + i].copy_shared_buffer(in[1 + i]) : allocate(out[1 + i]);
@@ -48,14 +49,14 @@ class DecoderLayer : public CpuPrimitive {
       c.out = out[0].data<uint8_t>();
       c.type = scalar_of(out[0].dtype());
       c.batch = in[0].shape(0), c.tokens = in[0].shape(1);
-      c.keys = buffer(node, out, 1), c.values = buffer(node, out, 2);
       c.start = contiguous_as<int32_t>(in[n + 1], scratch[2]);
       c.count = node.counted ? contiguous_as<int32_t>(in[n + 2], scratch[3]) : nullptr;
       c.window = node.window;
       c.ring = node.ring;
+      BlockTable blocks;
       if (node.paged) {
         const array& table = in[n + 2 + node.counted + node.masked];
-        c.keys.table = c.values.table = {contiguous_as<int32_t>(table, scratch[5]), table.shape(1), node.shift};
+        blocks = {contiguous_as<int32_t>(table, scratch[5]), table.shape(1), node.shift};
       }
       if (node.masked) {
         const array& mask = in[n + 2 + node.counted];  // [batch, 1, tokens, ring]
@@ -63,25 +64,54 @@ class DecoderLayer : public CpuPrimitive {
         c.mask.element_bytes = 1;
         c.mask.stride[0] = int64_t{mask.shape(2)} * mask.shape(3), c.mask.stride[2] = mask.shape(3);
       }
-      run_layer(kernels(), *node.spec, c);
+      for (size_t i = 0; i < node.specs.size(); ++i, c.x = c.out) {
+        const LayerSpec& spec = *node.specs[i];
+        array* buffers = out.data() + 1 + i * node.buffers_each();
+        c.keys = buffer(node, spec, buffers, 0), c.values = buffer(node, spec, buffers, 1);
+        c.keys.table = c.values.table = blocks;
+        c.next = i + 1 < node.specs.size() ? node.specs[i + 1]->qkv.get() : nullptr;
+        run_layer(kernels(), spec, c);
+      }
     });
   }
 
  private:
-  // Buffer 1 holds keys, 2 values; scales and biases of keys follow in 3 and 4, of values in 5 and 6.
-  static KVBuffer buffer(const LayerNode& node, std::vector<array>& out, int which) {
+  // Buffer 0 holds keys, 1 values; scales and biases of keys follow in 2 and 3, of values in 4 and 5.
+  static KVBuffer buffer(const LayerNode& node, const LayerSpec& spec, array* buffers, int which) {
     KVBuffer b;
-    b.data = out[which].data<uint8_t>();
+    b.data = buffers[which].data<uint8_t>();
     b.bits = node.bits, b.group = node.group;
-    b.type = scalar_of(out[node.bits == 0 ? which : 3].dtype());
-    b.first_slot = node.first_slot, b.heads = node.spec->kv_heads, b.dim = node.spec->head_dim;
-    b.capacity = out[which].shape(2);
-    if (node.bits != 0) b.scales = out[2 * which + 1].data<uint8_t>(), b.biases = out[2 * which + 2].data<uint8_t>();
+    b.type = scalar_of(buffers[node.bits == 0 ? which : 2].dtype());
+    b.first_slot = node.first_slot, b.heads = spec.kv_heads, b.dim = spec.head_dim;
+    b.capacity = buffers[which].shape(2);
+    if (node.bits != 0)
+      b.scales = buffers[2 + 2 * which].data<uint8_t>(), b.biases = buffers[3 + 2 * which].data<uint8_t>();
     return b;
   }
 
   LayerNode node_;
 };
+
+// The buffers of one layer, checked against it.
+void check_buffers(const LayerSpec& spec, const std::vector<array>& buffers, int batch, const LayerOptions& o, mx::Shape* lead) {
+  const int dim = spec.head_dim;
+  require(o.bits == 0 || ((o.bits == 4 || o.bits == 8) && (o.group == 32 || o.group == 64 || o.group == 128) && dim % o.group == 0),
+          "layer: packed keys have 4 or 8 bits in groups of 32, 64 or 128 that divide the head dimension");
+  require(buffers.size() == (o.bits == 0 ? 2u : 6u), "layer: the buffers do not fit");
+  const array& keys = buffers[0];
+  require(keys.ndim() == 4 && keys.shape(1) == spec.kv_heads && o.first_slot >= 0, "layer: the buffers do not fit");
+  require(o.table ? keys.shape(0) == 1 : o.first_slot + batch <= keys.shape(0), "layer: the buffers do not fit");
+  const mx::Dtype type = buffers[o.bits == 0 ? 0 : 2].dtype();
+  require(is_float(type), "layer: expected floats");
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const bool integers = o.bits != 0 && i < 2;
+    const int width = integers ? dim * o.bits / 32 : o.bits != 0 ? dim / o.group : dim;
+    require(buffers[i].shape() == mx::Shape{keys.shape(0), keys.shape(1), keys.shape(2), width} &&
+                buffers[i].dtype() == (integers ? mx::uint32 : type),
+            "layer: the buffers do not fit");
+  }
+  *lead = keys.shape();
+}
 
 std::vector<float> floats_of(const Optional& a) {
   if (!a) return {};
@@ -115,32 +145,29 @@ std::shared_ptr<LayerSpec> make_layer(const LayerParts& p) {
   return s;
 }
 
-std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
-                         const array& start, const LayerOptions& o) {
-  require(spec != nullptr && x.ndim() == 3 && x.shape(2) == spec->qkv->layout.k && x.size() > 0, "layer: wrong input");
-  const int batch = x.shape(0), tokens = x.shape(1), dim = spec->head_dim;
-  require(o.bits == 0 || ((o.bits == 4 || o.bits == 8) && (o.group == 32 || o.group == 64 || o.group == 128) && dim % o.group == 0),
-          "layer: packed keys have 4 or 8 bits in groups of 32, 64 or 128 that divide the head dimension");
-  require(buffers.size() == (o.bits == 0 ? 2u : 6u), "layer: the buffers do not fit");
-  const array& keys = buffers[0];
-  require(keys.ndim() == 4 && keys.shape(1) == spec->kv_heads && o.first_slot >= 0, "layer: the buffers do not fit");
-  require(o.table ? keys.shape(0) == 1 : o.first_slot + batch <= keys.shape(0), "layer: the buffers do not fit");
+std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
+                          const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& o) {
+  require(!specs.empty() && specs.size() == buffers.size(), "layer: each layer has its buffers");
+  require(x.ndim() == 3 && x.size() > 0 && is_float(x.dtype()), "layer: wrong input");
+  const int batch = x.shape(0), tokens = x.shape(1);
+  std::vector<array> inputs{x};
+  std::vector<mx::Shape> shapes{x.shape()};
+  std::vector<mx::Dtype> types{x.dtype()};
   const int shift = o.table ? block_shift(*o.table, o.block, batch, "layer") : 0;
-  const mx::Dtype type = buffers[o.bits == 0 ? 0 : 2].dtype();
-  require(is_float(x.dtype()) && is_float(type), "layer: expected floats");
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const bool integers = o.bits != 0 && i < 2;
-    const int width = integers ? dim * o.bits / 32 : o.bits != 0 ? dim / o.group : dim;
-    require(buffers[i].shape() == mx::Shape{keys.shape(0), keys.shape(1), keys.shape(2), width} &&
-                buffers[i].dtype() == (integers ? mx::uint32 : type),
-            "layer: the buffers do not fit");
+  LayerNode node{{},    o.first_slot,        o.window,            o.ring,               o.bits, o.group,
+                 shift, o.count.has_value(), o.mask.has_value(), o.table.has_value()};
+  for (size_t i = 0; i < specs.size(); ++i) {
+    require(specs[i] != nullptr && x.shape(2) == specs[i]->qkv->layout.k, "layer: wrong input");
+    mx::Shape keys;
+    check_buffers(*specs[i], buffers[i], batch, o, &keys);
+    require(o.ring <= keys[2], "layer: a ring needs a mask, and no more columns than there are");
+    for (const array& b : buffers[i]) inputs.push_back(b), shapes.push_back(b.shape()), types.push_back(b.dtype());
+    node.specs.push_back(specs[i]);
   }
   require(start.ndim() == 1 && start.shape(0) == batch && (!o.count || o.count->shape() == start.shape()) && o.window >= 0,
           "layer: start and count have one value a row");
-  require((o.ring > 0) == o.mask.has_value() && o.ring >= 0 && o.ring <= keys.shape(2) && (o.ring == 0 || tokens <= o.ring),
+  require((o.ring > 0) == o.mask.has_value() && o.ring >= 0 && (o.ring == 0 || tokens <= o.ring),
           "layer: a ring needs a mask, and no more columns than there are");
-  std::vector<array> inputs{x};
-  inputs.insert(inputs.end(), buffers.begin(), buffers.end());
   inputs.push_back(as_type(start, mx::int32));
   if (o.count) inputs.push_back(as_type(*o.count, mx::int32));
   if (o.mask) {
@@ -152,12 +179,7 @@ std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec,
     require(o.ring == 0 && o.first_slot == 0, "layer: paged rows have no ring and share one slot");
     inputs.push_back(as_type(*o.table, mx::int32));
   }
-  std::vector<mx::Shape> shapes{x.shape()};
-  std::vector<mx::Dtype> types{x.dtype()};
-  for (const array& b : buffers) shapes.push_back(b.shape()), types.push_back(b.dtype());
-  LayerNode node{spec,  o.first_slot, o.window, o.ring, o.bits, o.group, shift, o.count.has_value(), o.mask.has_value(),
-                 o.table.has_value()};
-  return array::make_arrays(shapes, types, std::make_shared<DecoderLayer>(cpu_stream(), std::move(node)), inputs);
+  return array::make_arrays(shapes, types, std::make_shared<DecoderLayers>(cpu_stream(), std::move(node)), inputs);
 }
 
 }  // namespace mantou

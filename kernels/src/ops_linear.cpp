@@ -19,12 +19,14 @@ struct LinearNode {
   bool norm = false, bias = false, residual = false, gated = false, gathered = false;
   Gate gate = Gate::silu;
   int top = 0;  // > 0: the outputs are the `top` largest values and their indices
+  std::optional<Scalar> highest_of;  // the outputs are the largest value, of products in this type, and its index
 };
 
 class Linear : public CpuPrimitive {
  public:
   Linear(mx::Stream s, LinearNode node) : CpuPrimitive(s), node_(std::move(node)) {}
   const char* name() const override { return "MantouLinear"; }
+  const LinearNode& node() const { return node_; }
   void eval_cpu(const std::vector<array>& inputs, std::vector<array>& outputs) override {
     for (array& o : outputs) allocate(o);
     dispatch(inputs, outputs, [node = node_](std::vector<array>& in, std::vector<array>& out) { run(node, in, out); });
@@ -59,7 +61,10 @@ class Linear : public CpuPrimitive {
     }
     c.gated = node.gated;
     c.gate = node.gate;
-    if (node.top > 0) {
+    if (node.highest_of) {
+      c.out_type = *node.highest_of;
+      linear_highest(kernels(), c, out[0].data<float>(), out[1].data<int32_t>());
+    } else if (node.top > 0) {
       c.out_type = c.x_type;
       linear_top(kernels(), c, node.top, out[0].data<float>(), out[1].data<int32_t>());
     } else {
@@ -236,6 +241,20 @@ std::vector<array> linear_top(const array& x, const Weights& w, int count, const
   mx::Shape shape = inputs[0].shape();
   shape.back() = count;
   return array::make_arrays({shape, shape}, {mx::float32, mx::int32}, std::make_shared<Linear>(cpu_stream(), node), inputs);
+}
+
+std::optional<std::vector<array>> highest_of_product(const array& logits) {
+  if (!logits.has_primitive() || logits.status() != array::Status::unscheduled) return std::nullopt;
+  const auto* product = dynamic_cast<const Linear*>(&logits.primitive());
+  if (product == nullptr) return std::nullopt;
+  LinearNode node = product->node();
+  if (node.bias || node.residual || node.gated || node.gathered || node.top > 0 || node.highest_of) return std::nullopt;
+  node.highest_of = scalar_of(logits.dtype());
+  mx::Shape shape = logits.shape();
+  shape.pop_back();
+  auto found = array::make_arrays({shape, shape}, {mx::float32, mx::int32}, std::make_shared<Linear>(cpu_stream(), node),
+                                  logits.inputs());
+  return std::vector<array>{found[1], found[0]};
 }
 
 array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale, const array& slot) {

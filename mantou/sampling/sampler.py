@@ -137,8 +137,7 @@ def sample(
     logits = processed(logits, params, history, mask)
     drawn = device_draw(logits, params, positions)
     if drawn is not None:
-        tokens, *others = drawn
-        return Draw(tokens, _at(logits, tokens), *others)
+        return Draw(*drawn)
     logits = scores = logits.astype(mx.float32)
     if params.any_sampled:
         assert positions is not None, "a sampled row's noise is keyed by position"

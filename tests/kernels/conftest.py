@@ -21,18 +21,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 if BUILT:
     import mantou_kernels as kernels
 
-    def _instruction_sets() -> list[str]:
-        best, runnable = kernels.select_kernels(), []
-        for name in ("avx512", "avx_vnni", "avx2", "neon"):
-            try:
-                kernels.select_kernels(name)
-            except ValueError:
-                continue
-            runnable.append(name)
-        kernels.select_kernels(best)
-        return runnable
-
-    @pytest.fixture(params=_instruction_sets())
+    @pytest.fixture(params=kernels.runnable_kernels())
     def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         """Runs the test once per instruction set that this CPU has."""
         before = kernels.select_kernels()

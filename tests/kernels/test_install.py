@@ -61,6 +61,10 @@ def test_dense_graphs(family: str) -> None:
         sum(isinstance(m, fused.FusedLayer) for m in model.modules()) == FUSED.get(family, 0)
         or family not in FUSED
     )
+    for blocks in {id(c): c for c, _ in _lists(model)}.values():
+        fused_next = [isinstance(block, fused.FusedLayer) for block in blocks[1:]] + [False]
+        for block, has_next in zip(blocks, fused_next, strict=True):
+            assert not isinstance(block, fused.FusedLayer) or block.linked == has_next
     assert distance(logits(model), want) < 2e-5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mantou_kernels as kernels
@@ -74,6 +75,18 @@ def separate(
     return h + r, keys, values
 
 
+def one_layer(
+    x: mx.array,
+    layer: Any,
+    keys: mx.array,
+    values: mx.array,
+    start: mx.array,
+    scales: Sequence[mx.array] = (),
+    **more: Any,
+) -> list[mx.array]:
+    return kernels.layers(x, [layer], [[keys, values, *scales]], start, **more)
+
+
 def empty(slots: int, dtype: mx.Dtype) -> mx.array:
     return mx.zeros((slots, KV, 32, DIM), dtype)
 
@@ -88,7 +101,7 @@ def test_bits_of_the_separate_steps(isa: str, threads: int, dtype: mx.Dtype, gem
         start = mx.array([0, 0])
         for step, width in enumerate((9, 1, 3)):
             x = ref.normal(2, width, HIDDEN, seed=step, dtype=dtype)
-            y, *ours = kernels.layer(x, layer, *ours, start, window=window)
+            y, *ours = one_layer(x, layer, *ours, start, window=window)
             want, *theirs = separate(a, x, *theirs, start, window)
             for got, expected in zip((y, *ours), (want, *theirs), strict=True):
                 assert mx.array_equal(got, expected)
@@ -100,15 +113,13 @@ def test_a_row_does_not_know_its_neighbours(isa: str, threads: int) -> None:
     lengths, x = (7, 0, 4), ref.normal(3, 7, HIDDEN)
     keys, values = ref.normal(5, KV, 32, DIM, seed=1), ref.normal(5, KV, 32, DIM, seed=2)
     start, count = mx.array([3, 5, 0]), mx.array(lengths)
-    y, new_keys, _ = kernels.layer(x, layer, keys, values, start, count=count, first_slot=1)
+    y, new_keys, _ = one_layer(x, layer, keys, values, start, count=count, first_slot=1)
     for b, n in enumerate(lengths):
         slot, first = b + 1, int(start[b])
         changed = np.any(np.array(new_keys[slot]) != np.array(keys[slot]), axis=(0, 2))
         assert np.array_equal(np.flatnonzero(changed), np.arange(first, first + n))
         if n:
-            alone, _, _ = kernels.layer(
-                x[b : b + 1, :n], layer, keys, values, start[b : b + 1], first_slot=slot
-            )
+            alone, _, _ = one_layer(x[b : b + 1, :n], layer, keys, values, start[b : b + 1], first_slot=slot)
             assert mx.array_equal(alone, y[b : b + 1, :n])
     for slot in (0, 4):
         assert mx.array_equal(new_keys[slot], keys[slot])
@@ -119,22 +130,38 @@ def test_buffers_are_reused_only_when_nobody_else_holds_them() -> None:
     x, start = ref.normal(1, 1, HIDDEN), mx.array([0])
     keys, values = empty(1, mx.float32), empty(1, mx.float32)
     mx.eval(keys, values)
-    y, new_keys, new_values = kernels.layer(x, layer, keys, values, start)
+    y, new_keys, new_values = one_layer(x, layer, keys, values, start)
     mx.eval(y, new_keys, new_values)
     assert not np.array(keys).any()  # we held it: untouched
     address = np.array(new_keys, copy=False).ctypes.data
     for step in range(1, 4):
         held = [new_keys, new_values]
         del new_keys, new_values
-        y, new_keys, new_values = kernels.layer(x, layer, held.pop(0), held.pop(0), start + step)
+        y, new_keys, new_values = one_layer(x, layer, held.pop(0), held.pop(0), start + step)
         mx.eval(y, new_keys, new_values)
         assert np.array(new_keys, copy=False).ctypes.data == address
     view = new_keys[:, :, :2]
     mx.eval(view)
     before = np.array(view)
-    y, new_keys, new_values = kernels.layer(x, layer, new_keys, new_values, start)
+    y, new_keys, new_values = one_layer(x, layer, new_keys, new_values, start)
     mx.eval(y, new_keys, new_values)
     assert np.array_equal(np.array(view), before)
+
+
+def test_layers_of_one_primitive_have_the_bits_of_layers_alone(isa: str, threads: int) -> None:
+    both = [kernels.make_layer(**arguments(dtype=mx.float32, gemma=gemma)) for gemma in (False, True)]
+    buffers = [[ref.normal(3, KV, 32, DIM, seed=2 * i + n) for n in range(2)] for i in range(3)]
+    x, start, count = ref.normal(2, 3, HIDDEN), mx.array([4, 0]), mx.array([3, 1])
+    where = {"count": count, "first_slot": 1, "window": 5}
+    chosen = [both[0], both[1], both[0]]
+    y, *together = kernels.layers(x, chosen, buffers, start, **where)
+    for i, (layer, (keys, values)) in enumerate(zip(chosen, buffers, strict=True)):
+        x, *alone = one_layer(x, layer, keys, values, start, **where)
+        assert all(map(mx.array_equal, alone, together[2 * i : 2 * i + 2]))
+    assert mx.array_equal(y, x)
+    for wrong in ([], buffers[:2], [*buffers[:2], buffers[2][:1]]):
+        with pytest.raises(ValueError, match="layer"):
+            kernels.layers(x, chosen, wrong, start)
 
 
 def test_limits_are_errors() -> None:
@@ -162,9 +189,9 @@ def test_limits_are_errors() -> None:
         ([0, 31], [0, 2]),
     ):
         counts = None if count is None else mx.array(count)
-        results = kernels.layer(x, layer, keys, values, mx.array(start), count=counts)
+        results = one_layer(x, layer, keys, values, mx.array(start), count=counts)
         with pytest.raises(RuntimeError, match="layer: row"):
             mx.eval(results)
     for wrong in (x[..., :64], x[0], ref.normal(3, 3, HIDDEN)):
         with pytest.raises(ValueError, match="layer"):
-            kernels.layer(wrong, layer, keys, values, mx.array([0, 0]))
+            one_layer(wrong, layer, keys, values, mx.array([0, 0]))

@@ -254,3 +254,42 @@ def test_avx_vnni_has_the_bits_of_avx2(bits: int) -> None:
         kernels.select_kernels(best)
     for one, other in zip(*found, strict=True):
         assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_highest_of_a_product_is_the_highest_of_its_logits(
+    isa: str, threads: int, bits: int, dtype: mx.Dtype
+) -> None:
+    """Ties too: bfloat16 logits have many, and the lower token wins."""
+    if bits == 16:
+        (packed,) = kernels.pack_dense([ref.normal(1003, 128).astype(mx.bfloat16)])
+    else:
+        packed, _, _ = quantised(1003, 128, bits, 64)
+    for m in (1, 5, 40):
+        x = ref.normal(1, m, 128, seed=m)
+        tokens, scores = kernels.highest_of_product(kernels.linear(x, packed, dtype=dtype))
+        logits = kernels.linear(x, packed, dtype=dtype)
+        assert mx.array_equal(tokens, mx.argmax(logits, axis=-1))
+        assert mx.array_equal(scores, logits.max(axis=-1).astype(mx.float32))
+
+
+def test_the_highest_of_no_number_is_the_first_and_says_so(isa: str, threads: int) -> None:
+    weight = ref.normal(200, 32)
+    (packed,) = kernels.pack_dense([weight])
+    nothing = kernels.linear(mx.full((2, 32), mx.nan), packed)
+    tokens, scores = kernels.highest_of_product(nothing)
+    assert tokens.tolist() == [0, 0]
+    assert bool(mx.all(mx.isnan(scores)))
+    (packed,) = kernels.pack_dense([mx.where(mx.arange(200)[:, None] == 7, weight, mx.nan)])
+    tokens, _ = kernels.highest_of_product(kernels.linear(mx.ones((1, 32)), packed))
+    assert tokens.tolist() == [7]
+
+
+def test_logits_that_are_no_bare_product_are_not_taken_for_one() -> None:
+    packed, _, _ = quantised(48, 64, 4, 64)
+    x = ref.normal(2, 64)
+    logits = kernels.linear(x, packed)
+    mx.eval(logits)
+    for other in (logits, kernels.linear(x, packed) * 2, kernels.linear(x, packed, bias=mx.ones(48))):
+        assert kernels.highest_of_product(other) is None

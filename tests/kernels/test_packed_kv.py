@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import reference as ref
-from tests.kernels.test_layer import DIM, HIDDEN, KV, arguments
+from tests.kernels.test_layer import DIM, HIDDEN, KV, arguments, one_layer
 
 PACKINGS = [(8, 64), (8, 32), (4, 64), (4, 32)]
 
@@ -129,7 +129,7 @@ def empty(dtype: mx.Dtype, bits: int, group: int, capacity: int = 48) -> list[mx
 
 
 def run(layer: Any, x: mx.array, buffers: list[mx.array], start: Any, **more: Any) -> list[mx.array]:
-    return kernels.layer(x, layer, *buffers[:2], mx.array(start), scales=buffers[2:], **more)
+    return one_layer(x, layer, *buffers[:2], mx.array(start), scales=buffers[2:], **more)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])

@@ -6,9 +6,11 @@ uses one core, so several processes share the cases.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,16 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any) -> tuple[list[int], np
         rows.append(logprobs)
     chosen = [float(row[token]) for row, token in zip(rows, tokens, strict=True)]
     return tokens, np.array(chosen, np.float32), np.array(logits)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Everything that an answer depends on: releases, the model's files, the conversations."""
+    digest = hashlib.sha256(json.dumps([NUM_TOKENS, KV8, CONVERSATIONS]).encode())
+    for file in sorted(folder.iterdir()):
+        if file.suffix in (".json", ".jinja", ".safetensors", ".txt"):
+            digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
+    releases = {name: version(name) for name in ("mlx", "mlx-lm", "transformers")}
+    return {**releases, "model and conversations": digest.hexdigest()}
 
 
 def main(folder: str, out: str, *cases: str) -> None:

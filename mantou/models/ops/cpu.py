@@ -90,6 +90,8 @@ class CpuOps:
         mode = "" if self._planes == 2 else ", 8-bit activations"
         fused = f", {num_fused} fused layers" if num_fused else ""
         notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{fused}{mode}"]
+        if kernels.amx() not in ("works", "absent"):
+            notes.append(f"AMX is not in use: {kernels.amx()}")
         if left:
             notes.append(f"{len(left)} layers stay on plain MLX, slow (first: {left[0]})")
         return notes
@@ -151,11 +153,15 @@ class CpuOps:
         from mantou.models.ops.extension import kernels
 
         num_top = params.max_logprobs
+        if not params.any_sampled and num_top < 0:
+            highest = kernels.highest_of_product(logits)
+            if highest is not None:
+                return highest
         if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
             return None
         if positions is None:  # nothing is sampled
             positions = mx.zeros(logits.shape[:2], mx.uint32)
-        return kernels.draw(
+        tokens, *others = kernels.draw(
             logits,
             sampled=params.sampled,
             inverse_temperature=params.inverse_temperature,
@@ -166,22 +172,28 @@ class CpuOps:
             positions=positions,
             num_top=num_top,
         )
+        return [tokens, mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0], *others]
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""
-        from mantou.models.ops.fused import fuse, fuse_mlp
+        from mantou.models.ops.fused import FusedLayer, fuse, fuse_mlp, link
 
         for _, module in model.named_modules():
             for name, child in module.children().items():
                 packed = fuse_mlp(child, self._planes) if isinstance(child, nn.Module) else None
                 if packed is not None:
                     module[name] = packed
-        num_fused = 0
+        num_fused, linked = 0, []
         for container, index in list(_blocks(model)):
             layer = fuse(container[index], self._planes)
-            if layer is not None:
-                container[index] = layer
-                num_fused += 1
+            if layer is None:
+                continue
+            before = container[index - 1] if index else None
+            if isinstance(before, FusedLayer):
+                linked.append(before)
+            container[index] = layer
+            num_fused += 1
+        link(model, linked)
         return num_fused
 
     def _replace(self, parent: Any, key: Any) -> bool:

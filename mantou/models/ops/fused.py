@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mantou.models.ops import modules
+from mantou.models.ops.chain import Chain
 from mantou.models.ops.extension import kernels
 
 _BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -35,38 +36,64 @@ class FusedLayer(nn.Module):
     def __init__(self, block: nn.Module, layer: Any, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
         super().__init__()
         self.block = block
-        self._layer = layer
-        self._kv_heads = kv_heads
-        self._head_dim = head_dim
-        self._dtype = dtype
+        # In plain attributes, which nn.Module takes for no parameters.
+        self._layer, self._kv_heads, self._head_dim, self._dtype = layer, kv_heads, head_dim, dtype
+        self._linked = False  # whether the next layer takes what this one returns, and nothing else does
 
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None, **more: Any) -> mx.array:
-        loan = None
-        lend = getattr(cache, "lend", None)  # a cache of mlx-lm's own lends nothing
-        if lend is not None and not more and x.dtype == self._dtype:
-            loan = lend(x, mask, self._kv_heads, self._head_dim)
-        if loan is None:
-            return self.block(x, mask=mask, cache=cache, **more)
-        # The primitive must be the only one that holds the buffers: it writes in place.
-        keys, values = [loan.keys[0]], [loan.values[0]]
-        scales = [*loan.keys[1:], *loan.values[1:]]
-        where = {"count": loan.count, "mask": loan.mask, "first_slot": loan.first_slot, "window": loan.window}
-        how = {"ring": loan.ring, "bits": loan.groups.bits, "group": loan.groups.group_size}
-        how |= {"table": loan.table, "block": loan.block}
-        start = loan.start
-        del loan
-        y, key, value, *rest = kernels.layer(
-            x, self._layer, keys.pop(), values.pop(), start, scales=scales, **where, **how
-        )
-        del scales
-        half = len(rest) // 2
-        cache.take_back((key, *rest[:half]), (value, *rest[half:]), self._dtype)
-        return y
+    @property
+    def layer(self) -> Any:
+        return self._layer
+
+    @property
+    def kv_heads(self) -> int:
+        return self._kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self._head_dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self._dtype
+
+    @property
+    def linked(self) -> bool:
+        return self._linked
+
+    def as_block(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        return self.block(x, mask=mask, cache=cache)
+
+    def link(self, linked: bool) -> None:
+        self._linked = linked
+
+    def __call__(self, x: mx.array | Chain, mask: Any = None, cache: Any = None, **more: Any) -> Any:
+        chain = x if isinstance(x, Chain) else Chain(x)
+        if more:
+            return self.block(chain.run(), mask=mask, cache=cache, **more)
+        chain.add(self, mask, cache)
+        return chain if self._linked else chain.run()
 
     def __getattr__(self, name: str) -> Any:
         if name in self or "block" not in self:
             return super().__getattr__(name)
         return getattr(self["block"], name)
+
+
+def link(model: Any, layers: list[FusedLayer]) -> None:
+    """Lets layers wait for the fused one behind each, if a trial shows that the graph just passes their result on.
+
+    A `Chain` is no array: a graph that reads it, adds to it or gives it to anyone but a fused layer raises.
+    """
+    if not layers:
+        return
+    for layer in layers:
+        layer.link(True)
+    try:
+        passed = isinstance(model(mx.zeros((1, 2), mx.int32)), mx.array)  # built, not run
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        passed = False
+    for layer in layers:
+        layer.link(passed)
 
 
 # ------------------------------------------------------------------ what a block is
@@ -293,7 +320,7 @@ def _agree(block: Any, layer: Any, what: _Described) -> bool:
         # An array, because a few graphs cannot take the word "causal".
         mask = mx.arange(cache.offset + width) <= mx.arange(cache.offset, cache.offset + width)[:, None]
         want = block(x, mask=mask, cache=cache)
-        got, keys, values = kernels.layer(x, layer, keys, values, start)
+        got, keys, values = kernels.layers(x, [layer], [[keys, values]], start)
         if got.dtype != want.dtype or not bool(mx.array_equal(got, want)):
             return False
     return True
