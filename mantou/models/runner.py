@@ -15,7 +15,7 @@ from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.recurrent import RecurrentState
 from mantou.models import tape
 from mantou.models.device import release_thread
-from mantou.models.head import Selection, install
+from mantou.models.head import Selection, Vocabulary, install, vocabulary
 from mantou.models.layouts import arrange, layout_names, make_layouts
 from mantou.models.load import LoadedModel, arrays_cache
 from mantou.protocols import Group, KVScheme
@@ -77,6 +77,16 @@ class Runner:
                 "serve without it."
             )
         self._selection.capturing = True
+
+    def vocabulary(self) -> Vocabulary:
+        """The model's embedding and head, for drafters. Raises ModelError where they cannot be told apart."""
+        found = None if self._selection is None else vocabulary(self.model.module, self._selection)
+        if found is None:
+            raise ModelError(
+                f"This draft model shares the vocabulary head of its target, which {self.model.family.name} does not "
+                "show; serve without it."
+            )
+        return found
 
     def take_hidden(self) -> mx.array | None:
         """[rows, width, D] of the last forward, lazily; None unless they are captured."""

@@ -1,0 +1,104 @@
+"""Draft heads in their real layouts, small and random, for the tiny models of the matrix."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import mlx.core as mx
+
+from mantou.cache.none import NoStore
+from mantou.kv.codecs import make_scheme
+from mantou.models.runner import Runner
+from mantou.protocols import CacheKey
+from mantou.sampling.sampler import DeviceSampler
+from mantou.spec.cost import StepCosts
+from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.parts import Target
+from mantou.spec.heads.provider import HeadDraft
+
+from .harness import VOCAB, model
+
+
+def target(family: str) -> Target:
+    runner = Runner(model(family), make_scheme("off"), max_width=32)
+    return Target(
+        family, VOCAB, mx.float32, runner.vocabulary(), plan=make_scheme("off").plan, install=lambda module: ()
+    )
+
+
+def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], **more: mx.array) -> Path:
+    """A checkpoint of random weights; norms near 1."""
+    keys = mx.random.split(mx.random.key(3), len(shapes))
+    weights = {
+        name: (1.0 + 0.1 * mx.random.normal(shape, key=key))
+        if len(shape) == 1
+        else mx.random.normal(shape, key=key) * shape[-1] ** -0.5
+        for (name, shape), key in zip(shapes.items(), keys, strict=True)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **more})
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+def layer_shapes(prefix: str, width: int, inputs: int | None = None) -> dict[str, tuple[int, ...]]:
+    """A decoder layer of 4 heads of 16, 2 for keys and values."""
+    inputs = inputs or width
+    return {
+        f"{prefix}.self_attn.q_proj.weight": (64, inputs),
+        f"{prefix}.self_attn.k_proj.weight": (32, inputs),
+        f"{prefix}.self_attn.v_proj.weight": (32, inputs),
+        f"{prefix}.self_attn.o_proj.weight": (width, 64),
+        f"{prefix}.mlp.gate_proj.weight": (96, width),
+        f"{prefix}.mlp.up_proj.weight": (96, width),
+        f"{prefix}.mlp.down_proj.weight": (width, 96),
+        f"{prefix}.post_attention_layernorm.weight": (width,),
+    }
+
+
+def llama_config(width: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": VOCAB,
+        **more,
+    }
+
+
+def eagle_folder(family: str, folder: Path, *, plain: bool = False) -> Path:
+    """`plain`: as EAGLE publishes them; else with the norms and the short vocabulary of our own."""
+    width = target(family).hidden_size
+    shapes = {"fc.weight": (width, 2 * width), **layer_shapes("layers.0", width)}
+    if plain:
+        return write(folder, llama_config(width), {**shapes, "fc.bias": (width,), "embed_tokens.weight": (VOCAB, width)})
+    shapes |= {"norm.weight": (width,), "layers.0.input_layernorm.weight": (width,)}
+    ids = mx.array(sorted({*range(0, VOCAB, 2), *range(40)}))
+    return write(folder, llama_config(width), shapes, d2t=ids - mx.arange(ids.size))
+
+
+@cache
+def _home() -> Path:
+    return Path(mkdtemp(prefix="mantou-heads-"))
+
+
+def flat_costs() -> StepCosts:
+    return StepCosts((1, 8), (1, 2), {(r, w): 0.02 for r in (1, 8) for w in (1, 2)})
+
+
+def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> HeadDraft:
+    folder = _home() / f"{kind}-{family}"
+    graphs = {"eagle": lambda: Eagle(eagle_folder(family, folder), target(family))}
+    key = CacheKey(f"{kind} {family}", (), "off", "none")
+    sampler = changes.pop("sampler", None) or DeviceSampler()
+    return HeadDraft(graphs[kind](), sampler, store or NoStore(), key, flat_costs(), **changes)
