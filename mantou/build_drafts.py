@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mantou.models.runner import Runner
     from mantou.sampling.sampler import DeviceSampler
     from mantou.spec.cost import StepCosts
-    from mantou.spec.setup import Drafting
+    from mantou.spec.setup import Drafting, LoadedDraft
 
 
 def make_sampler(config: Config, ops: DeviceOps) -> DeviceSampler:
@@ -49,29 +49,89 @@ def make_drafting(
         where = f"{this_device().name} {config.threads} {config.prefill_chunk} {__version__}"
         return step_costs(of, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
 
-    def load_model(num_tokens: int) -> tuple[DraftProvider, str]:
-        return load_draft_model(config, folder, runner, info, store, num_tokens, measured, board)
+    def load_model(kind: str) -> LoadedDraft:
+        return load_draft(kind, config, folder, runner, info, store, measured, board)
 
     pipelined = not this_device().on_cpu
     return make(config, lambda: measured(runner, identity), load_model, pipelined=pipelined)
 
 
-def load_draft_model(
+def load_draft(
+    kind: str,
     config: Config,
     folder: Path,
     target: Runner,
     info: ModelInfo,
     store: PrefixStore,
-    num_tokens: int,
     measured: Callable[[Runner, str], StepCosts],
     board: ProgressBoard | None,
-) -> tuple[DraftProvider, str]:
-    """The model of --draft-model as a provider, and its name. Raises ModelError if its vocabulary is another one."""
+) -> LoadedDraft:
+    """What --draft-model names: a model, or a head of one of the known kinds. Raises ModelError."""
+    from mantou.models.hub import obtain
+    from mantou.spec.heads.kinds import MODEL, kind_of
+    from mantou.spec.setup import AUTO, LoadedDraft
+
+    name = str(config.draft_model)
+    place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
+    kind = kind_of(place) if kind == AUTO else kind
+    if kind == MODEL:
+        provider = load_draft_model(config, folder, place, target, info, store, measured)
+        return LoadedDraft(kind, provider, f"draft model {place.name}")
+    return LoadedDraft(kind, load_head(kind, config, place, target, info, store), f"{kind} head {place.name}")
+
+
+def load_head(
+    kind: str, config: Config, place: Path, target: Runner, info: ModelInfo, store: PrefixStore
+) -> DraftProvider:
+    """A head on the target's hidden states as a provider. Raises ModelError if it is another model's."""
+    from mantou.kv.codecs import make_scheme
+    from mantou.models.checkpoint import fingerprint
+    from mantou.models.device import this_device
+    from mantou.models.load import DTYPES
+    from mantou.models.ops import device_ops
+    from mantou.spec.heads.kinds import load_head as load
+    from mantou.spec.heads.kinds import measure
+    from mantou.spec.heads.parts import Target
+    from mantou.spec.heads.provider import HeadDraft
+
+    device = this_device().kind
+    ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
+    helped = Target(
+        info.id,
+        info.vocab_size,
+        DTYPES[target.model.dtype],
+        target.vocabulary(),
+        make_scheme("off", place).plan,
+        ops.install,
+        target.span_step,
+        ops.write_rows,
+    )
+    graph = load(kind, place, helped)
+    numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
+    return HeadDraft(
+        graph,
+        make_sampler(config, ops),
+        store,
+        CacheKey(f"draft {info.id} {numbers}", (), "off", "none"),
+        measure(graph, int(info.extra["rows"]), helped.hidden_size),
+        num_tokens=config.num_draft_tokens or 4,
+    )
+
+
+def load_draft_model(
+    config: Config,
+    folder: Path,
+    place: Path,
+    target: Runner,
+    info: ModelInfo,
+    store: PrefixStore,
+    measured: Callable[[Runner, str], StepCosts],
+) -> DraftProvider:
+    """A model of its own as a provider. Raises ModelError if its vocabulary is another one."""
     from mantou.chat.tokenizer import Tokenizer
     from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
-    from mantou.models.hub import obtain
     from mantou.models.load import load
     from mantou.models.ops import device_ops
     from mantou.models.runner import Runner as DraftRunner
@@ -79,7 +139,6 @@ def load_draft_model(
     from mantou.spec.setup import vocabulary_fault
 
     name = str(config.draft_model)
-    place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
     fault = vocabulary_fault(Tokenizer.load(folder).vocabulary(), Tokenizer.load(place).vocabulary())
     if fault is not None:
         raise ModelError(
@@ -97,13 +156,12 @@ def load_draft_model(
         write_rows=ops.write_rows,
     )
     numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
-    provider = ModelDraft(
+    return ModelDraft(
         runner,
         make_sampler(config, ops),
         store,
         CacheKey(f"draft {name} {numbers}", (), runner.plan.key, "none"),
         measured(runner, numbers),
-        num_tokens=num_tokens,
+        num_tokens=config.num_draft_tokens or 4,
         vocab_size=info.vocab_size,
     )
-    return provider, place.name

@@ -83,7 +83,7 @@ class Chats:
 
     def held_out(self, heat: float) -> sampling.Samples:
         """The first answer to each held-out question."""
-        questions = prompts.HELD_OUT[: self._options.held_out]
+        questions = prompts.held_out()[: self._options.held_out]
         beginnings = [self._beginning(prompts.SYSTEMS[0], question) for question in questions]
         rows, length = len(beginnings), self._options.length + 1
         samples = sampling.sample(
@@ -197,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1024, help="chats sampled at once")
     parser.add_argument("--max-rounds", type=int, default=16, help="of chats")
     parser.add_argument("--length", type=int, default=768, help="tokens of a chat; a multiple of 8 for GPUs")
-    parser.add_argument("--held-out", type=int, default=len(prompts.HELD_OUT))
+    parser.add_argument("--held-out", type=int, default=48)
     parser.add_argument("--batch", type=int, default=24, help="chats of a training step")
     parser.add_argument("--rounds", type=int, default=4, help="draft positions that are trained")
     parser.add_argument("--steps", type=int, default=-1, help="most training steps; -1 = by time")

@@ -141,8 +141,12 @@ def _is_packed(head: Any) -> bool:
 def _rows(linear: Any, rows: mx.array) -> mx.array:
     if "scales" not in linear:
         return linear.weight[rows]
-    parts = (linear[name][rows] for name in ("weight", "scales"))
     biases = linear.get("biases")
     return mx.dequantize(
-        *parts, None if biases is None else biases[rows], linear.group_size, linear.bits, linear.mode
+        linear["weight"][rows],
+        linear["scales"][rows],
+        None if biases is None else biases[rows],
+        linear.group_size,
+        linear.bits,
+        linear.mode,
     )

@@ -26,7 +26,12 @@ from .harness import VOCAB, model
 def target(family: str) -> Target:
     runner = Runner(model(family), make_scheme("off"), max_width=32)
     return Target(
-        family, VOCAB, mx.float32, runner.vocabulary(), plan=make_scheme("off").plan, install=lambda module: ()
+        family,
+        VOCAB,
+        mx.float32,
+        runner.vocabulary(),
+        plan=make_scheme("off").plan,
+        install=lambda module: (),
     )
 
 
@@ -81,7 +86,11 @@ def eagle_folder(family: str, folder: Path, *, plain: bool = False) -> Path:
     width = target(family).hidden_size
     shapes = {"fc.weight": (width, 2 * width), **layer_shapes("layers.0", width)}
     if plain:
-        return write(folder, llama_config(width), {**shapes, "fc.bias": (width,), "embed_tokens.weight": (VOCAB, width)})
+        return write(
+            folder,
+            llama_config(width),
+            {**shapes, "fc.bias": (width,), "embed_tokens.weight": (VOCAB, width)},
+        )
     shapes |= {"norm.weight": (width,), "layers.0.input_layernorm.weight": (width,)}
     ids = mx.array(sorted({*range(0, VOCAB, 2), *range(40)}))
     return write(folder, llama_config(width), shapes, d2t=ids - mx.arange(ids.size))

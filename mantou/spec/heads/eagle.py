@@ -27,7 +27,9 @@ class _Layers(nn.Module):
         super().__init__()
         llama = family_module("llama")
         config = {"model_type": "llama", "max_position_embeddings": 1 << 17, **checkpoint.config}
-        args = llama.ModelArgs.from_dict({**config, "num_hidden_layers": checkpoint.size("num_hidden_layers")})
+        args = llama.ModelArgs.from_dict(
+            {**config, "num_hidden_layers": checkpoint.size("num_hidden_layers")}
+        )
         width = args.hidden_size
         self.fc = nn.Linear(2 * width, width, bias="fc.bias" in names)
         self.layers = [llama.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
@@ -70,7 +72,7 @@ class Eagle:
         module = self._module
         known = self._embed(tokens)
         x = module.fc(mx.concatenate([known, hidden.astype(known.dtype)], axis=-1))
-        mask = self.kv.layers[0].make_mask(tokens.shape[1])
+        mask = self.kv.caches[0].make_mask(tokens.shape[1])
         for layer, cache in zip(module.layers, self.kv.caches, strict=True):
             x = layer(x, mask, cache)
         return module.norm(x) if "norm" in module else x

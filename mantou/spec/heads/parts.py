@@ -5,14 +5,13 @@ Knows arrays and layouts; no kind of head, no requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
@@ -64,7 +63,9 @@ class Checkpoint:
         """An integer of the configuration."""
         value = self.config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"{self.folder}/config.json has no {name}; this is not a draft head that mantou knows.")
+            raise ModelError(
+                f"{self.folder}/config.json has no {name}; this is not a draft head that mantou knows."
+            )
         return value
 
     def check(self, target: Target) -> None:
@@ -141,14 +142,3 @@ def own_rows(layers: int, kv_heads: int, head_dim: int, target: Target) -> KVBat
         span_step=target.span_step,
         write_rows=target.write_rows,
     )
-
-
-def names(weights: Mapping[str, mx.array], prefix: str) -> Iterator[tuple[str, mx.array]]:
-    """(name without the prefix, array) of all that begin with it."""
-    for name, array in weights.items():
-        if name.startswith(prefix):
-            yield name[len(prefix) :], array
-
-
-def num_parameters(module: nn.Module) -> int:
-    return sum(array.size for _, array in tree_flatten(module.parameters()))

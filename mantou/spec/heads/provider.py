@@ -7,8 +7,9 @@ true pairs   |##########|              in the KV
 sources                 |..|           hidden states that came since, to be fed with the next draft
 draft                      |~~~|       pairs of guessed tokens and estimated states, forgotten afterwards
 
-A restored prefix brings no hidden states. Its pairs are a companion in the same prefix store; without one the row's
-first pair is where its prompt went on, and the head sees a shorter context: that costs acceptance, never a token.
+A restored prefix brings no hidden states. Its pairs are a companion in the same prefix store. The last of them may
+be missing, because it needs the token that comes after the prefix: then the next hidden state stands in for its own.
+Without a companion the row's first pair is where its prompt went on. Both cost acceptance, never a token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -30,6 +31,7 @@ from mantou.spec.slots import leave_slot, take_slot
 _WIDE = 16  # a row with more pairs to feed than this feeds them alone, so that others are not padded to it
 _BEHIND = 64  # pairs after which a row that is not asked feeds them
 _RATE = 0.2  # how fast the measured cost of a draft follows
+_GAP = 8  # missing pairs that are made up
 _LEAST_CHANCE = 0.05
 
 
@@ -147,9 +149,11 @@ class HeadDraft(NoDraft):
                 if row is None or row.end != len(ask.tokens) - 1 or not row.num_waiting:
                     continue
                 row.tokens = ask.tokens
+                if not self._settled(row):
+                    continue
                 if row.num_waiting > (_WIDE if ask.paid else _BEHIND):
                     self._feed(row, ask.tokens[:-1])
-                if ask.paid and self._settled(row):
+                if ask.paid:
                     ready.append((row, ask))
             found = self._drafts(ready) if ready else {}
         except BaseException:
@@ -163,9 +167,11 @@ class HeadDraft(NoDraft):
         row = self._rows.pop(request.id, None)
         if row is None:
             return
+        if self._store.wants:
+            self._feed(row, row.tokens)
+            self._publish(row)
         if row.ticket is not None:
             row.ticket.close()
-        self._publish(row)
         leave_slot(self.graph.kv, row.slot, self._rows.values())
 
     # ------------------------------------------------------------------ rows
@@ -197,16 +203,22 @@ class HeadDraft(NoDraft):
         row.ticket.close()
         row.ticket = None
         hit = self._store.match(self._key_of(row), row.tokens[1 : row.base + 2], row.request.session)
-        if hit is not None and hit.num_tokens >= row.base and not row.num_true:
-            self.graph.kv.fill(row.slot, hit)
-            self.graph.kv.shorten(row.slot, row.base)
-            row.num_true = row.num_published = row.base
-            row.base = 0
+        gap = row.base - min(hit.num_tokens, row.base) if hit is not None else row.base
+        if hit is None or gap > _GAP or row.num_true or not row.sources:
+            return True
+        self.graph.kv.fill(row.slot, hit)
+        row.num_true = row.num_published = row.base - gap
+        self.graph.kv.shorten(row.slot, row.num_true)
+        if gap:
+            hidden = row.sources[0].array()[:, :1]
+            row.sources.insert(0, _Source(mx.repeat(hidden, gap, axis=1), 0, gap))
+            row.num_waiting += gap
+        row.base = 0
         return True
 
     def _publish(self, row: _Row) -> None:
         """Offers the pairs of a row that begins at the beginning."""
-        if row.base or row.ticket is not None or row.num_true <= row.num_published or not self._store.wants:
+        if row.base or row.ticket is not None or row.num_true <= row.num_published:
             return
         tokens = row.tokens[1 : row.num_true + 1]
         self.graph.kv.shorten(row.slot, row.num_true)
@@ -215,11 +227,12 @@ class HeadDraft(NoDraft):
 
     def _feed(self, row: _Row, tokens: Sequence[int]) -> None:
         """Takes the row's waiting pairs into its KV, as far as `tokens` go."""
-        first = row.base + row.num_true
-        count = min(row.num_waiting, len(tokens) - 1 - first)
-        if count <= 0 or not self._settled(row):
+        if not self._settled(row):
             return
         first = row.base + row.num_true
+        count = min(row.num_waiting, len(tokens) - 1 - first)
+        if count <= 0:
+            return
         hidden = _joined(row.sources)
         group = Group(row.slot, count, (count,))
         kv = self.graph.kv
@@ -291,7 +304,8 @@ class HeadDraft(NoDraft):
             sources += [] if source is None else [source]
         tokens, chances = mx.concatenate(drawn, axis=1), mx.concatenate(sure, axis=1)
         mx.eval(tokens, chances, kv.arrays())
-        return tokens.tolist(), chances.tolist(), mx.concatenate(sources, axis=1) if sources else None
+        guesses: Any = tokens.tolist()
+        return guesses, cast(Any, chances.tolist()), mx.concatenate(sources, axis=1) if sources else None
 
     def _draw(
         self, logits: mx.array, by_slot: Sequence[tuple[_Row, DraftAsk] | None], step: int
@@ -334,9 +348,7 @@ def _joined(sources: Sequence[_Source]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
-def _first_pairs(
-    by_slot: Sequence[tuple[_Row, DraftAsk] | None], width: int
-) -> tuple[mx.array, mx.array]:
+def _first_pairs(by_slot: Sequence[tuple[_Row, DraftAsk] | None], width: int) -> tuple[mx.array, mx.array]:
     """(tokens int32[B, width], hidden states [B, width, D]) of the rows' waiting pairs, padded with anything."""
     rows = [one[0] for one in by_slot if one]
     fed: list[list[int]] = []
