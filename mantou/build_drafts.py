@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from mantou.data import ModelInfo
 from mantou.errors import ModelError
 from mantou.progress import ProgressBoard
 from mantou.protocols import CacheKey, DeviceOps, DraftProvider, PrefixStore
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mantou.models.runner import Runner
@@ -41,6 +44,8 @@ def make_drafting(
     from mantou.models.device import this_device
     from mantou.models.hub import default_cache_dir
     from mantou.spec.calibrate import step_costs
+    from mantou.spec.heads.kinds import MTP, predicts
+    from mantou.spec.setup import LoadedDraft
     from mantou.spec.setup import make_drafting as make
 
     costs = (config.cache_dir or default_cache_dir()).parent / "step-costs"
@@ -52,8 +57,20 @@ def make_drafting(
     def load_model(kind: str) -> LoadedDraft:
         return load_draft(kind, config, folder, runner, info, store, measured, board)
 
+    def load_own() -> LoadedDraft | None:
+        if not predicts(folder):
+            return None
+        try:
+            provider = load_head(MTP, config, folder, runner, info, store)
+        except ModelError as error:
+            if config.mtp or config.draft_kind is not None:
+                raise
+            log.warning("the model's prediction layer is not used: %s", error.message)
+            return None
+        return LoadedDraft(MTP, provider, "the model's own prediction layer")
+
     pipelined = not this_device().on_cpu
-    return make(config, lambda: measured(runner, identity), load_model, pipelined=pipelined)
+    return make(config, lambda: measured(runner, identity), load_model, load_own, pipelined=pipelined)
 
 
 def load_draft(

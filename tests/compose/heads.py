@@ -17,9 +17,11 @@ from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.cost import StepCosts
 from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadDraft
 
+from .families import FAMILIES
 from .harness import VOCAB, model
 
 
@@ -35,8 +37,15 @@ def target(family: str) -> Target:
     )
 
 
-def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], **more: mx.array) -> Path:
-    """A checkpoint of random weights; norms near 1."""
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    *,
+    bits: int = 0,
+    **more: mx.array,
+) -> Path:
+    """A checkpoint of random weights, packed if `bits` say so; norms near 1."""
     keys = mx.random.split(mx.random.key(3), len(shapes))
     weights = {
         name: (1.0 + 0.1 * mx.random.normal(shape, key=key))
@@ -44,6 +53,14 @@ def write(folder: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...
         else mx.random.normal(shape, key=key) * shape[-1] ** -0.5
         for (name, shape), key in zip(shapes.items(), keys, strict=True)
     }
+    if bits:
+        for name in [
+            n for n, w in weights.items() if w.ndim == 2 and w.shape[-1] % 32 == 0 and ".gate." not in n
+        ]:
+            stem = name.removesuffix(".weight")
+            packed = mx.quantize(weights.pop(name), 32, bits)
+            weights |= dict(zip((f"{stem}.weight", f"{stem}.scales", f"{stem}.biases"), packed, strict=True))
+        config = {**config, "quantization": {"group_size": 32, "bits": bits}}
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), {**weights, **more})
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
@@ -107,7 +124,61 @@ def flat_costs() -> StepCosts:
 
 def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> HeadDraft:
     folder = _home() / f"{kind}-{family}"
-    graphs = {"eagle": lambda: Eagle(eagle_folder(family, folder), target(family))}
+    graphs = {
+        "eagle": lambda: Eagle(eagle_folder(family, folder), target(family)),
+        "mtp": lambda: Mtp(mtp_folder(family, folder), target(family)),
+    }
     key = CacheKey(f"{kind} {family}", (), "off", "none")
     sampler = changes.pop("sampler", None) or DeviceSampler()
     return HeadDraft(graphs[kind](), sampler, store or NoStore(), key, flat_costs(), **changes)
+
+
+# ------------------------------------------------------------------ prediction layers of the models' own
+def _one_layer(family: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a last layer in the family's graph, as mlx-lm builds it."""
+    from mlx.utils import tree_flatten
+
+    from mantou.models.load import build
+
+    config = dict(FAMILIES[family])
+    changes = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], **changes}
+    module: Any = build(family, {**config, **changes})
+    return {name: array.shape for name, array in tree_flatten(module.model.layers[0].parameters())}
+
+
+def mtp_folder(family: str, folder: Path, *, bits: int = 0) -> Path:
+    """As the publisher of the family names them: experts one by one or in one array, latent attention in one matrix."""
+    width, config = target(family).hidden_size, dict(FAMILIES[family])
+    text = config.get("text_config", config)
+    qwen = family.startswith("qwen")
+    prefix = "mtp" if qwen else f"model.layers.{text['num_hidden_layers']}"
+    layer = f"{prefix}.layers.0" if qwen else prefix
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in _one_layer(family).items():
+        if ".switch_mlp." in name and family == "qwen3_5_moe":
+            experts, inner, outer = shape
+            if "gate_proj" in name:
+                shapes[f"{layer}.mlp.experts.gate_up_proj"] = (experts, 2 * inner, outer)
+            elif "down_proj" in name:
+                shapes[f"{layer}.mlp.experts.down_proj"] = shape
+        elif ".switch_mlp." in name:
+            for expert in range(shape[0]):
+                shapes[f"{layer}.{name.replace('switch_mlp', f'experts.{expert}')}"] = shape[1:]
+        elif "unembed_out" in name:
+            rows = text["num_attention_heads"] * (text["qk_nope_head_dim"] + text["v_head_dim"])
+            shapes[f"{layer}.self_attn.kv_b_proj.weight"] = (rows, text["kv_lora_rank"])
+        elif "embed_q" not in name:
+            shapes[f"{layer}.{name}"] = shape
+    if qwen:
+        shapes |= {"mtp.fc.weight": (width, 2 * width), "mtp.norm.weight": (width,)}
+        shapes |= {f"mtp.pre_fc_norm_{of}.weight": (width,) for of in ("embedding", "hidden")}
+    else:
+        shapes |= {
+            f"{layer}.eh_proj.weight": (width, 2 * width),
+            f"{layer}.shared_head.norm.weight": (width,),
+        }
+        shapes |= {f"{layer}.{of}.weight": (width,) for of in ("enorm", "hnorm")}
+        shapes[f"{layer}.shared_head.head.weight"] = shapes[f"{layer}.embed_tokens.weight"] = (VOCAB, width)
+    return write(folder, {**config, "model_type": family}, shapes, bits=bits)

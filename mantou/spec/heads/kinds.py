@@ -14,11 +14,13 @@ from mantou.models.load import read_weights
 from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
 from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.mtp import Mtp, layout_of
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadGraph
 
 MODEL = "model"
-HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {"eagle": Eagle}
+MTP = "mtp"  # the only kind that a model's own folder may hold
+HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {"eagle": Eagle, MTP: Mtp}
 # What only the weights of this kind are called; the first that fits.
 _SIGNS = {"fc.weight": "eagle"}
 _BUDGET_S = 0.2
@@ -27,12 +29,20 @@ _BUDGET_S = 0.2
 def kind_of(folder: Path) -> str:
     """`model` or a head's kind, by the names of the weights: configurations of public heads do not tell."""
     names = read_weights(weight_files(folder))
+    prefix = layout_of(names)
+    if prefix is not None and all(name.startswith(prefix) for name in names):
+        return MTP  # and not a whole model that has such a layer as well
     return next((kind for sign, kind in _SIGNS.items() if sign in names), MODEL)
+
+
+def predicts(folder: Path) -> bool:
+    """Whether there is a layer in it that predicts further tokens."""
+    return layout_of(read_weights(weight_files(folder))) is not None
 
 
 def load_head(kind: str, folder: Path, target: Target) -> HeadGraph:
     """Raises ModelError if the folder holds another kind, or a head of another model."""
-    found = kind_of(folder)
+    found = kind_of(folder) if kind != MTP else MTP
     if found != kind:
         raise ModelError(f"{folder} holds no draft head of the kind {kind} but one of the kind {found}.")
     return HEADS[kind](folder, target)
