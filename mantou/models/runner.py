@@ -13,7 +13,7 @@ from mantou.errors import ModelError
 from mantou.kv.batch import KVBatch
 from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.recurrent import RecurrentState
-from mantou.models import tape
+from mantou.models import tape, taps
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, Vocabulary, install, vocabulary
 from mantou.models.layouts import arrange, layout_names, make_layouts
@@ -66,6 +66,7 @@ class Runner:
             write_rows=write_rows,
         )
         self._selection: Selection | None = install(model.module)
+        self._taps: taps.Taps | None = None
         if self.recurrent:
             tape.install(model.module)
 
@@ -88,12 +89,16 @@ class Runner:
             )
         return found
 
+    def tap(self, places: Sequence[int]) -> None:
+        """From now on `take_hidden` gives what these layers gave, side by side. Raises ModelError if it cannot."""
+        self._taps = taps.install(self.model.module, places)
+
     def take_hidden(self) -> mx.array | None:
         """[rows, width, D] of the last forward, lazily; None unless they are captured."""
         if self._selection is None:
             return None
         hidden, self._selection.hidden = self._selection.hidden, None
-        return hidden
+        return hidden if self._taps is None or hidden is None else self._taps.take()
 
     def forward(
         self,

@@ -78,11 +78,22 @@ def project(module: Any, hidden: mx.array) -> mx.array:
 
 
 def _next(template: Template) -> Any:
-    """The state machine of all rows: (logits, given, state) -> (token, whether it is of an answer, state)."""
-    both = (template.open_answer, template.open_user)  # by who spoke before
-    openings = mx.array([[*tokens, *[0] * (template.most - len(tokens))] for tokens in both], mx.int32)
-    lengths = mx.array([len(tokens) for tokens in both], mx.int32)
+    """The state machine of all rows: (logits, given, state) -> (token, whether it is of an answer, state).
+
+    Plain operations only: a GPU has kernels for them, and would compile one for each fused graph or kind of gather.
+    """
     end = template.end
+
+    def forced(answering: mx.array, opening: mx.array) -> tuple[mx.array, mx.array]:
+        """(token that opens the next message, tokens of its opening), by who spoke before."""
+        token = mx.zeros_like(opening)
+        for place in range(template.most):
+            of_user, of_answer = (
+                tokens[place] if place < len(tokens) else 0
+                for tokens in (template.open_user, template.open_answer)
+            )
+            token = token + (opening == place) * mx.where(answering, of_user, of_answer)
+        return token, mx.where(answering, len(template.open_user), len(template.open_answer))
 
     def step(
         logits: mx.array,
@@ -95,28 +106,26 @@ def _next(template: Template) -> Any:
         key: mx.array,
     ) -> tuple[mx.array, ...]:
         logits = logits.astype(mx.float32)
-        floor = mx.max(logits, axis=-1, keepdims=True) + mx.log(mx.array(_MIN_P))
+        floor = mx.max(logits, axis=-1, keepdims=True) + float(np.log(_MIN_P))
         warm = mx.where(answering, heat, 1.0)
         noise = mx.random.gumbel(logits.shape, key=key) * warm[:, None]
         drawn = mx.argmax(mx.where(logits >= floor, logits + noise, -mx.inf), axis=-1).astype(mx.int32)
         drawn = mx.where(spoken >= mx.where(answering, most, _USER_MOST), end, drawn)
-        speaker = answering.astype(mx.int32)
-        length = lengths[speaker]
-        forced = openings[speaker, mx.minimum(opening, template.most - 1)]
+        next_forced, length = forced(answering, opening)
         is_given, is_opening = given >= 0, (given < 0) & (opening < length)
-        token = mx.where(is_given, given, mx.where(is_opening, forced, drawn))
+        token = mx.where(is_given, given, mx.where(is_opening, next_forced, drawn)).astype(mx.int32)
         own = ~is_given & ~is_opening
         ends = (token == end) & (own | is_given)
         opened = is_opening & (opening == length - 1)
         return (
             token,
             own & answering,
-            answering ^ opened,
+            answering != opened,
             mx.where(ends, 0, mx.where(opened, template.most, mx.where(is_opening, opening + 1, opening))),
             mx.where(own & ~ends, spoken + 1, 0),
         )
 
-    return mx.compile(step)
+    return step
 
 
 def sample(

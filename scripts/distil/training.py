@@ -67,24 +67,35 @@ class Shape:
 
 
 def initial(module: Any, shape: Shape, hidden_rms: float, seed: int) -> Params:
-    """The model's last layer, behind a mix of both inputs at the scale that the layer is used to."""
-    block = module.layers[-1]
+    """A layer that adds little at first, behind a mix whose outcome is the hidden state that came in."""
     embedding = module.model.embed_tokens.weight[:4096].astype(mx.float32)
     embedding_rms = float(mx.sqrt(mx.mean(embedding**2)))
-    noise = mx.random.normal((shape.width, 2 * shape.width), key=mx.random.key(seed)) * 0.02
-    eye = mx.eye(shape.width)
-    scale = mx.concatenate([mx.full(shape.width, 0.5 / embedding_rms), mx.full(shape.width, 1 / hidden_rms)])
-    params = {
-        "fc.weight": (mx.concatenate([0.5 * eye, eye], axis=1) + noise) * scale,
-        f"{_LAYER}input_layernorm.weight": mx.ones(shape.width),
-        f"{_LAYER}post_attention_layernorm.weight": mx.ones(shape.width),
-        "norm.weight": module.model.norm.weight,
+    norm = module.model.norm.weight.astype(mx.float32)
+    keys = iter(mx.random.split(mx.random.key(seed), 16))
+
+    def normal(rows: int, columns: int, scale: float) -> mx.array:
+        return mx.random.normal((rows, columns), key=next(keys)) * (scale * columns**-0.5)
+
+    width, inner = shape.width, shape.inner
+    queries, pairs = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # The last norm multiplies by its weight: what is to come out of it goes in without.
+    unweighted = mx.where(mx.abs(norm) > 1e-3, 1 / norm, 0.0) / hidden_rms
+    return {
+        "fc.weight": mx.concatenate(
+            [normal(width, width, 0.5) / embedding_rms, mx.diag(unweighted) + normal(width, width, 0.1)],
+            axis=1,
+        ),
+        f"{_LAYER}input_layernorm.weight": mx.ones(width),
+        f"{_LAYER}self_attn.q_proj.weight": normal(queries, width, 1.0),
+        f"{_LAYER}self_attn.k_proj.weight": normal(pairs, width, 1.0),
+        f"{_LAYER}self_attn.v_proj.weight": normal(pairs, width, 1.0),
+        f"{_LAYER}self_attn.o_proj.weight": normal(width, queries, 0.3),
+        f"{_LAYER}post_attention_layernorm.weight": mx.ones(width),
+        f"{_LAYER}mlp.gate_proj.weight": normal(inner, width, 1.0),
+        f"{_LAYER}mlp.up_proj.weight": normal(inner, width, 1.0),
+        f"{_LAYER}mlp.down_proj.weight": normal(width, inner, 0.3),
+        "norm.weight": norm,
     }
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        params[f"{_LAYER}self_attn.{name}.weight"] = block.self_attn[name].weight
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        params[f"{_LAYER}mlp.{name}.weight"] = block.mlp[name].weight
-    return {name: value.astype(mx.float32) for name, value in params.items()}
 
 
 class Head:
@@ -144,29 +155,38 @@ class Head:
         late = len(keys) - 1
         length = q.shape[2]
         at = mx.arange(length)
-        seen = at[None, :] <= at[:, None] - late
-        scores = (q * scale) @ keys[0].transpose(0, 1, 3, 2)
-        scores = [mx.where(seen, scores.astype(mx.float32), -1e9)]
-        for i in range(1, late + 1):
-            other = _later(keys[i], late - i, axis=2)
-            scores.append(mx.sum((q * scale * other).astype(mx.float32), axis=-1, keepdims=True))
-        weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
+        hidden_from = mx.where(at[None, :] <= at[:, None] - late, 0.0, -1e9).astype(q.dtype)
+        q = q * scale
+        scores = [q @ keys[0].transpose(0, 1, 3, 2) + hidden_from]
+        scores += [
+            mx.sum(q * _later(keys[i], late - i, axis=2), axis=-1, keepdims=True) for i in range(1, late + 1)
+        ]
+        every = mx.concatenate(scores, axis=-1) if late else scores[0]
+        weights = mx.softmax(every, axis=-1, precise=True)
         out = weights[..., :length] @ values[0]
         for i in range(1, late + 1):
             out = out + weights[..., length + i - 1 : length + i] * _later(values[i], late - i, axis=2)
         out = out.transpose(0, 2, 1, 3).reshape(*y.shape[:2], -1)
         return self._linear(params, f"{name}o_proj.weight", out)
 
+    def towards(self, truth: mx.array, hard: float) -> mx.array:
+        """What the likeliest token (`hard` of it) and all tokens by their chances weigh, as a vector of the head."""
+        wanted = self.logits(truth)
+        best = mx.argmax(wanted, axis=-1).astype(mx.int32)
+        every = mx.softmax(wanted, axis=-1).astype(truth.dtype) @ self._vocabulary
+        return hard * mx.take(self._vocabulary, best, axis=0) + (1 - hard) * every
+
     def logits(self, estimate: mx.array) -> mx.array:
         return (estimate @ self._vocabulary.T).astype(mx.float32)
 
 
 def _later(x: mx.array, steps: int, axis: int = 1) -> mx.array:
-    """x moved to later positions; the first ones are repeated, and count for nothing."""
+    """x moved to later positions; what stands at the first ones counts for nothing."""
     if not steps:
         return x
-    first = mx.take(x, mx.zeros(steps, mx.int32), axis=axis)
-    return mx.concatenate([first, mx.split(x, [x.shape[axis] - steps], axis=axis)[0]], axis=axis)
+    if axis == 1:
+        return mx.concatenate([x[:, :steps], x[:, :-steps]], axis=1)
+    return mx.concatenate([x[:, :, :steps], x[:, :, :-steps]], axis=2)
 
 
 @dataclass(frozen=True)
@@ -187,27 +207,26 @@ def loss(
     hidden_rms: float,
     num_rounds: int,
     weights: Weights,
-) -> tuple[mx.array, mx.array]:
-    """(loss, share of likeliest tokens found in each round). Position i counts if the model drew t[i+2] itself."""
+) -> mx.array:
+    """Cross-entropy to the likeliest token and to the model's distribution, and smooth L1 of the hidden states.
+
+    Position i counts if the model drew t[i+2] itself. With fixed rows W of the vocabulary, sum_v p_v (e . W_v) is
+    e . (p W): so only the normaliser of a round needs an array as wide as the vocabulary, and nothing is gathered or
+    scattered behind the gradient (a GPU compiles each kind of those anew).
+    """
     truth = hidden[:, 1:]
-    wanted = mx.stop_gradient(head.logits(truth))
-    chances = mx.softmax(wanted, axis=-1)
-    best = mx.argmax(wanted, axis=-1)
     counts = mx.concatenate([answers[:, 2:], mx.zeros_like(answers[:, :1])], 1).astype(mx.float32)
-    total, found = mx.array(0.0), []
+    towards = mx.stop_gradient(head.towards(truth, weights.hard))
+    total = mx.array(0.0)
     for k, estimate in enumerate(head.rounds(params, tokens, hidden, num_rounds)):
         share = counts * (mx.arange(counts.shape[1]) >= k)
         share = share / mx.maximum(share.sum(), 1)
-        logits = head.logits(estimate)
-        norm = mx.logsumexp(logits, axis=-1)
-        hard = norm - mx.take_along_axis(logits, best[..., None], axis=-1)[..., 0]
-        soft = norm - mx.sum(chances * logits, axis=-1)
-        far = mx.abs((estimate - truth).astype(mx.float32)) / hidden_rms
-        far = mx.mean(mx.where(far < 1, 0.5 * far**2, far - 0.5), axis=-1)
-        each = weights.hard * hard + (1 - weights.hard) * soft + weights.hidden * far
-        total = total + weights.fade**k * mx.sum(each * share)
-        found.append(mx.sum((mx.argmax(logits, axis=-1) == best) * share))
-    return total, mx.stack(found)
+        norm = mx.logsumexp(head.logits(estimate), axis=-1)
+        entropy = norm - mx.sum((estimate * towards).astype(mx.float32), axis=-1)
+        far = mx.abs((estimate - truth).astype(mx.float32)) * (1 / hidden_rms)
+        far = mx.mean(mx.where(far < 1, 0.5 * far * far, far - 0.5), axis=-1)
+        total = total + weights.fade**k * mx.sum((entropy + weights.hidden * far) * share)
+    return total
 
 
 def acceptance(

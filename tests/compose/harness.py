@@ -67,6 +67,7 @@ class Case:
     ring_slack: int = RING_SLACK
     pipelined: bool = True
     fill: bool = False
+    taps: tuple[int, ...] = ()
     sampler: Any = field(default_factory=DeviceSampler)
 
 
@@ -103,6 +104,8 @@ def make_step(case: Case) -> Step:
         span_step=shapes.span_step,
         ring_slack=case.ring_slack,
     )
+    if case.taps:
+        runner.tap(case.taps)
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),
         sampler=case.sampler,

@@ -17,6 +17,7 @@ from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.cost import StepCosts
 from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.eagle3 import Eagle3
 from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadDraft
@@ -34,6 +35,7 @@ def target(family: str) -> Target:
         runner.vocabulary(),
         plan=make_scheme("off").plan,
         install=lambda module: (),
+        num_layers=len(model(family).module.layers),
     )
 
 
@@ -113,6 +115,22 @@ def eagle_folder(family: str, folder: Path, *, plain: bool = False) -> Path:
     return write(folder, llama_config(width), shapes, d2t=ids - mx.arange(ids.size))
 
 
+def eagle3_folder(family: str, folder: Path) -> Path:
+    width = target(family).hidden_size
+    shapes = {
+        "fc.weight": (width, 3 * width),
+        **layer_shapes("midlayer", width, 2 * width),
+        "midlayer.input_layernorm.weight": (width,),
+        "midlayer.hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+        "lm_head.weight": (60, width),
+    }
+    ids = mx.array(sorted({*range(0, VOCAB, 2), *range(11)})[:60] + list(range(81, 81 + 60))[: 60 - 54])
+    layers = len(model(family).module.layers)
+    config = llama_config(width, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, layers // 2, layers]})
+    return write(folder, config, shapes, d2t=ids[:60] - mx.arange(60))
+
+
 @cache
 def _home() -> Path:
     return Path(mkdtemp(prefix="mantou-heads-"))
@@ -126,6 +144,7 @@ def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> Hea
     folder = _home() / f"{kind}-{family}"
     graphs = {
         "eagle": lambda: Eagle(eagle_folder(family, folder), target(family)),
+        "eagle3": lambda: Eagle3(eagle3_folder(family, folder), target(family)),
         "mtp": lambda: Mtp(mtp_folder(family, folder), target(family)),
     }
     key = CacheKey(f"{kind} {family}", (), "off", "none")

@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from mantou.errors import ModelError
 from mantou.models.load import family_module
-from mantou.spec.heads.parts import Checkpoint, Target, fewer_tokens, finish, own_rows
+from mantou.spec.heads.parts import Checkpoint, Target, draft_ids, fewer_tokens, finish, own_rows
 
 _SKIPPED = ("t2d", "d2t", "rotary_emb.inv_freq")
 
@@ -48,6 +48,7 @@ class Eagle:
     """A `HeadGraph`."""
 
     kind = "eagle"
+    taps = ()
 
     def __init__(self, folder: Path, target: Target) -> None:
         checkpoint = Checkpoint.read(folder)
@@ -55,7 +56,7 @@ class Eagle:
         if "fc.weight" not in checkpoint.weights:
             raise ModelError(f"{folder} holds no fc.weight; this is not an EAGLE head.")
         self.vocab_size = target.vocab_size
-        self.ids = _draft_ids(checkpoint)
+        self.ids = draft_ids(checkpoint)
         weights = {n: w for n, w in checkpoint.weights.items() if not n.endswith(_SKIPPED)}
         self._module: Any = _Layers(checkpoint, weights)
         checkpoint.load_into(self._module, weights)
@@ -79,14 +80,3 @@ class Eagle:
 
     def logits(self, features: mx.array) -> mx.array:
         return self._project(features)
-
-
-def _draft_ids(checkpoint: Checkpoint) -> mx.array | None:
-    """The target's token for each draft token; None if they are the same."""
-    offsets = checkpoint.weights.get("d2t")
-    if offsets is None:
-        return None
-    ids = mx.arange(offsets.shape[0]) + offsets.astype(mx.int32)
-    if int(ids.max()) >= checkpoint.size("vocab_size") or int(ids.min()) < 0:
-        raise ModelError(f"d2t in {checkpoint.folder} names tokens outside of its vocabulary.")
-    return ids.astype(mx.int32)

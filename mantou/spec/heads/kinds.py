@@ -14,15 +14,20 @@ from mantou.models.load import read_weights
 from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
 from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.eagle3 import Eagle3
 from mantou.spec.heads.mtp import Mtp, layout_of
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadGraph
 
 MODEL = "model"
 MTP = "mtp"  # the only kind that a model's own folder may hold
-HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {"eagle": Eagle, MTP: Mtp}
+HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {"eagle": Eagle, "eagle3": Eagle3, MTP: Mtp}
 # What only the weights of this kind are called; the first that fits.
-_SIGNS = {"fc.weight": "eagle"}
+_SIGNS = {
+    "midlayer.hidden_norm.weight": "eagle3",
+    "layers.0.hidden_norm.weight": "eagle3",
+    "fc.weight": "eagle",
+}
 _BUDGET_S = 0.2
 
 

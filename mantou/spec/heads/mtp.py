@@ -42,6 +42,7 @@ class Mtp:
     """A `HeadGraph` of either layout. `folder` may be the target's own, or one that holds nothing else."""
 
     kind = "mtp"
+    taps = ()
 
     def __init__(self, folder: Path, target: Target) -> None:
         config = read_json(folder / "config.json")

@@ -38,6 +38,7 @@ class Target:
     vocabulary: Vocabulary
     plan: Callable[[Sequence[LayerShape]], KVPlan]  # how a head's own keys and values are stored
     install: Callable[[Any], Sequence[str]]  # the device's own building blocks into a graph
+    num_layers: int
     span_step: int = 1
     write_rows: WriteRows = no_write_rows
 
@@ -142,3 +143,14 @@ def own_rows(layers: int, kv_heads: int, head_dim: int, target: Target) -> KVBat
         span_step=target.span_step,
         write_rows=target.write_rows,
     )
+
+
+def draft_ids(checkpoint: Checkpoint) -> mx.array | None:
+    """The target's token for each draft token; None if they are the same."""
+    offsets = checkpoint.weights.get("d2t")
+    if offsets is None:
+        return None
+    ids = mx.arange(offsets.shape[0]) + offsets.astype(mx.int32)
+    if int(ids.max()) >= checkpoint.size("vocab_size") or int(ids.min()) < 0:
+        raise ModelError(f"d2t in {checkpoint.folder} names tokens outside of its vocabulary.")
+    return ids.astype(mx.int32)

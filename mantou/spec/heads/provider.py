@@ -43,6 +43,11 @@ class HeadGraph(Protocol):
     vocab_size: int  # of the model that it helps
     ids: mx.array | None  # int32[N], the token of each logit; None = they are the tokens
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose outputs, side by side, are its hidden states; () = what the vocabulary head sees."""
+        ...
+
     def __call__(self, tokens: mx.array, hidden: mx.array) -> mx.array:
         """int32[B, T], [B, T, D] -> [B, T, D]: the hidden states after those tokens, over `kv.begin`'s group."""
         ...
