@@ -25,14 +25,27 @@ from mantou.spec.heads.kinds import kind_of, load_head
 from mantou.spec.heads.provider import HeadDraft, HeadGraph
 from mantou.spec.none import NoDraft
 from tests.compose.harness import VOCAB, Case, model, prompts, requests, run
-from tests.compose.heads import eagle_folder, head_draft, llama_config, mtp_folder, target, write
+from tests.compose.heads import (
+    eagle3_folder,
+    eagle_folder,
+    head_draft,
+    llama_config,
+    mtp_folder,
+    target,
+    write,
+)
 from tests.fakes import DictStore
 
 GREEDY = Sampling()
-FAMILIES = ("llama", "gemma3_text", "qwen3_5")
 KINDS = ("eagle",)
-CASES = [("eagle", family) for family in FAMILIES] + [
-    ("mtp", family) for family in ("qwen3_5", "glm_moe_dsa")
+CASES = [
+    ("eagle", "llama"),
+    ("eagle", "gemma3_text"),
+    ("eagle", "qwen3_5"),
+    ("eagle3", "llama"),
+    ("eagle3", "gemma3_text"),
+    ("mtp", "qwen3_5"),
+    ("mtp", "glm_moe_dsa"),
 ]
 
 
@@ -317,3 +330,42 @@ def test_a_prediction_layer_of_another_model_is_refused_in_one_sentence(tmp_path
         load_head("mtp", eagle, target("llama"))
     with pytest.raises(ModelError, match="holds no draft head of the kind eagle but one of the kind mtp"):
         load_head("eagle", folder, target("qwen3_5"))
+
+
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+def test_an_eagle3_head_is_read_as_published(prefix: str, tmp_path: Path) -> None:
+    """One position, by hand: three states in one, both norms, keys and values of both halves, its own vocabulary."""
+    folder = eagle3_folder("llama", tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    renamed = {name.replace("midlayer", prefix): array for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), renamed)
+    assert kind_of(folder) == "eagle3"
+    width = target("llama").hidden_size
+    graph = load_head("eagle3", folder, target("llama"))
+    assert graph.taps == (0, 0, 1)
+    graph.kv.resize(1)
+    graph.kv.begin(Group(0, 1, (1,)))
+    states = mx.random.normal((1, 1, 3 * width), key=mx.random.key(2))
+    got = graph(mx.array([[7]]), states)
+    hidden = states @ weights["fc.weight"].T
+    known = target("llama").vocabulary.embed(mx.array([[7]]))
+
+    def norm(x: mx.array, name: str) -> mx.array:
+        return mx.fast.rms_norm(x, weights[name], 1e-5)
+
+    both = [norm(known, "midlayer.input_layernorm.weight"), norm(hidden, "midlayer.hidden_norm.weight")]
+    v = (mx.concatenate(both, axis=-1) @ weights["midlayer.self_attn.v_proj.weight"].T).reshape(1, 1, 2, 16)
+    x = hidden + mx.repeat(v, 2, axis=2).reshape(1, 1, 64) @ weights["midlayer.self_attn.o_proj.weight"].T
+    y = norm(x, "midlayer.post_attention_layernorm.weight")
+    gate = y @ weights["midlayer.mlp.gate_proj.weight"].T
+    y = gate * mx.sigmoid(gate) * (y @ weights["midlayer.mlp.up_proj.weight"].T)
+    x = x + y @ weights["midlayer.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(np.array(got), np.array(x), atol=2e-5)
+    logits = norm(x, "norm.weight") @ weights["lm_head.weight"].T
+    np.testing.assert_allclose(np.array(graph.logits(got)), np.array(logits), atol=1e-4)
+
+
+def test_a_head_that_reads_layers_that_the_model_has_not_is_refused() -> None:
+    runner = Runner(model("llama"), make_scheme("off"), max_width=32)
+    with pytest.raises(ModelError, match="reads layer 7 of its model, which has 2 layers"):
+        runner.tap((0, 7))
