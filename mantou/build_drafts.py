@@ -107,9 +107,8 @@ def load_head(
     from mantou.models.load import DTYPES
     from mantou.models.ops import device_ops
     from mantou.spec.heads.kinds import load_head as load
-    from mantou.spec.heads.kinds import measure
+    from mantou.spec.heads.kinds import measure, provider_of
     from mantou.spec.heads.parts import Target
-    from mantou.spec.heads.provider import HeadDraft
 
     device = this_device().kind
     ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
@@ -128,7 +127,7 @@ def load_head(
     if graph.taps:
         target.tap(graph.taps)
     numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
-    return HeadDraft(
+    return provider_of(kind)(
         graph,
         make_sampler(config, ops),
         store,

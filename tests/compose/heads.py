@@ -16,8 +16,10 @@ from mantou.models.runner import Runner
 from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.cost import StepCosts
+from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
+from mantou.spec.heads.kinds import provider_of
 from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadDraft
@@ -131,6 +133,25 @@ def eagle3_folder(family: str, folder: Path) -> Path:
     return write(folder, config, shapes, d2t=ids[:60] - mx.arange(60))
 
 
+def dspark_folder(family: str, folder: Path, *, dflash: bool = False) -> Path:
+    """DeepSpec's layout with both small heads, or DFlash's with neither."""
+    width, layers = target(family).hidden_size, len(model(family).module.layers)
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
+    shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
+    for i in range(2):
+        shapes |= layer_shapes(f"layers.{i}", width)
+        shapes |= {f"layers.{i}.self_attn.{of}_norm.weight": (16,) for of in "qk"}
+        shapes[f"layers.{i}.input_layernorm.weight"] = (width,)
+    config = llama_config(width, model_type="qwen3", num_hidden_layers=2, block_size=5)
+    places = {"target_layer_ids": [0, layers - 1], "mask_token_id": 4}
+    if dflash:
+        return write(folder, {**config, "dflash_config": places}, shapes)
+    shapes |= {"markov_head.markov_w1.weight": (VOCAB, 8), "markov_head.markov_w2.weight": (60, 8)}
+    shapes |= {"confidence_head.proj.weight": (1, width + 8), "confidence_head.proj.bias": (1,)}
+    shapes |= {"lm_head.weight": (60, width), "embed_tokens.weight": (VOCAB, width)}
+    return write(folder, {**config, **places}, shapes, d2t=mx.arange(60) // 2)
+
+
 @cache
 def _home() -> Path:
     return Path(mkdtemp(prefix="mantou-heads-"))
@@ -145,11 +166,14 @@ def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> Hea
     graphs = {
         "eagle": lambda: Eagle(eagle_folder(family, folder), target(family)),
         "eagle3": lambda: Eagle3(eagle3_folder(family, folder), target(family)),
+        "dspark": lambda: DSpark(dspark_folder(family, folder), target(family)),
+        "dflash": lambda: DSpark(dspark_folder(family, folder, dflash=True), target(family)),
         "mtp": lambda: Mtp(mtp_folder(family, folder), target(family)),
     }
     key = CacheKey(f"{kind} {family}", (), "off", "none")
     sampler = changes.pop("sampler", None) or DeviceSampler()
-    return HeadDraft(graphs[kind](), sampler, store or NoStore(), key, flat_costs(), **changes)
+    provider = provider_of("dspark" if kind == "dflash" else kind)
+    return provider(graphs[kind](), sampler, store or NoStore(), key, flat_costs(), **changes)
 
 
 # ------------------------------------------------------------------ prediction layers of the models' own

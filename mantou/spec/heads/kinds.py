@@ -13,19 +13,28 @@ from mantou.models.checkpoint import weight_files
 from mantou.models.load import read_weights
 from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
+from mantou.spec.heads.blocks import BlockDraft, BlockGraph
+from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
 from mantou.spec.heads.mtp import Mtp, layout_of
 from mantou.spec.heads.parts import Target
-from mantou.spec.heads.provider import HeadGraph
+from mantou.spec.heads.provider import HeadDraft, HeadGraph
 
 MODEL = "model"
 MTP = "mtp"  # the only kind that a model's own folder may hold
-HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {"eagle": Eagle, "eagle3": Eagle3, MTP: Mtp}
+BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark}
+HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    **BLOCKS,
+    MTP: Mtp,
+}
 # What only the weights of this kind are called; the first that fits.
 _SIGNS = {
     "midlayer.hidden_norm.weight": "eagle3",
     "layers.0.hidden_norm.weight": "eagle3",
+    "hidden_norm.weight": "dspark",
     "fc.weight": "eagle",
 }
 _BUDGET_S = 0.2
@@ -51,6 +60,11 @@ def load_head(kind: str, folder: Path, target: Target) -> HeadGraph:
     if found != kind:
         raise ModelError(f"{folder} holds no draft head of the kind {kind} but one of the kind {found}.")
     return HEADS[kind](folder, target)
+
+
+def provider_of(kind: str) -> type[HeadDraft]:
+    """What drafts with a graph of this kind."""
+    return BlockDraft if kind in BLOCKS else HeadDraft
 
 
 def measure(graph: HeadGraph, max_rows: int, width: int) -> StepCosts:
