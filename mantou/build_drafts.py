@@ -112,16 +112,19 @@ def load_head(
 
     device = this_device().kind
     ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
+    vocabulary = target.vocabulary()
     helped = Target(
         info.id,
         info.vocab_size,
         DTYPES[target.model.dtype],
-        target.vocabulary(),
+        vocabulary,
         make_scheme("off", place).plan,
         ops.install,
         len(target.model.module.layers),
-        target.span_step,
-        ops.write_rows,
+        # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more.
+        packs=vocabulary.packed or this_device().on_cpu,
+        span_step=target.span_step,
+        write_rows=ops.write_rows,
     )
     graph = load(kind, place, helped)
     if graph.taps:
@@ -132,7 +135,7 @@ def load_head(
         make_sampler(config, ops),
         store,
         CacheKey(f"draft {info.id} {numbers}", (), "off", "none"),
-        measure(graph, int(info.extra["rows"]), helped.hidden_size),
+        measure(graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
         num_tokens=config.num_draft_tokens or 4,
     )
 

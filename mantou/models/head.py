@@ -135,7 +135,7 @@ def _num_rows(embedding: Any) -> int:
 
 def _is_packed(head: Any) -> bool:
     packed = getattr(head, "packed", None)
-    return "scales" in head or (packed is not None and packed.bits <= 8)
+    return "scales" in head or (packed is not None and packed.bits > 0)  # 0 bits: dense
 
 
 def _rows(linear: Any, rows: mx.array) -> mx.array:

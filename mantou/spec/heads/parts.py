@@ -39,6 +39,7 @@ class Target:
     plan: Callable[[Sequence[LayerShape]], KVPlan]  # how a head's own keys and values are stored
     install: Callable[[Any], Sequence[str]]  # the device's own building blocks into a graph
     num_layers: int
+    packs: bool = False  # whether a head's dense layers are packed at load
     span_step: int = 1
     write_rows: WriteRows = no_write_rows
 
@@ -102,9 +103,9 @@ def _pack(module: nn.Module, group_size: int, bits: int, names: set[str]) -> Non
 
 
 def finish(module: nn.Module, target: Target) -> None:
-    """Numbers of the target's type, packed at 8 bits where its own are packed; on the device's building blocks."""
+    """Numbers of the target's type, or packed at 8 bits; on the device's building blocks."""
     module.set_dtype(target.dtype)
-    if target.vocabulary.packed:
+    if target.packs:
         for path, layer in list(module.named_modules()):
             if type(layer) is nn.Linear and (group := _group(layer.weight.shape[-1])):
                 _replace(module, path, layer.to_quantized(group, _BITS))
