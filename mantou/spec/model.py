@@ -48,6 +48,7 @@ class _Row:
     num_known: int = 0  # of them, tokens that are not guesses
     num_published: int = 0
     ticket: Ticket | None = None
+    asked: Sequence[int] = ()  # the tokens that it is for
 
 
 class ModelDraft(NoDraft):
@@ -123,9 +124,10 @@ class ModelDraft(NoDraft):
         if row is None:
             row = self._join(ask)
         if row.ticket is not None and row.ticket.ready:
+            # What a slow tier has brought is kept for the tokens that were asked for, until the ticket is closed.
+            hit = self._store.match(self._key, row.asked, ask.request.session)
             row.ticket.close()
             row.ticket = None
-            hit = self._store.match(self._key, ask.tokens, ask.request.session)
             if hit is not None:
                 self.runner.kv.fill(row.slot, hit)
                 row.held = list(ask.tokens[: hit.num_tokens])
@@ -134,7 +136,8 @@ class ModelDraft(NoDraft):
 
     def _join(self, ask: DraftAsk) -> _Row:
         row = _Row(ask.request, take_slot(self.runner.kv, self._rows.values()))
-        row.ticket = self._store.prefetch(self._key, ask.tokens, ask.request.session, lambda: None)
+        row.asked = tuple(ask.tokens)
+        row.ticket = self._store.prefetch(self._key, row.asked, ask.request.session, lambda: None)
         self._rows[ask.request.id] = row
         return row
 

@@ -23,6 +23,7 @@ from tests.compose.harness import Case, model, prompts, requests, run
 from tests.compose.heads import (
     head_draft,
 )
+from tests.compose.restarts import Restartable
 from tests.fakes import DictStore
 
 GREEDY = Sampling()
@@ -170,16 +171,20 @@ def test_a_head_that_is_asked_now_and_then_catches_up(kind: str) -> None:
     assert provider.num_checked > 12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_finds_the_pairs_of_the_first(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "family"), [("eagle", "llama"), ("mtp", "qwen3_5")])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_second_turn_finds_the_pairs_of_the_first(kind: str, family: str, restart: bool) -> None:
     """All but the last pair, whose token was not known: a guess after it may differ, the pairs themselves may not."""
-    store = RamStore(1 << 30, recurrent=False)
+    recurrent = family == "qwen3_5"
+    store: Any = Restartable(recurrent=recurrent) if restart else RamStore(1 << 30, recurrent=recurrent)
     first = Request("r0", prompts()[3], GREEDY, max_tokens=30)
-    plain = run(Case("llama"), [first]).tokens["r0"]
-    provider = head_draft(kind, "llama", store)
-    assert run(Case("llama", store=store, provider=provider), [first]).tokens["r0"] == plain
+    plain = run(Case(family), [first]).tokens["r0"]
+    provider = head_draft(kind, family, store)
+    assert run(Case(family, store=store, provider=provider), [first]).tokens["r0"] == plain
+    if restart:
+        store.restart()
     second = Request("r1", (*first.prompt, *plain, 1, 2, 3), GREEDY, max_tokens=12)
-    provider = head_draft(kind, "llama", store)
+    provider = head_draft(kind, family, store)
     begun: list[tuple[int, int]] = []
     settled = provider._settled
 
@@ -190,11 +195,13 @@ def test_a_second_turn_finds_the_pairs_of_the_first(kind: str) -> None:
         return done
 
     provider._settled = watched  # type: ignore[method-assign]
-    outcome = run(Case("llama", store=store, provider=provider), [second])
-    assert outcome.tokens == run(Case("llama"), [second]).tokens
+    outcome = run(Case(family, store=store, provider=provider), [second])
+    assert outcome.tokens == run(Case(family), [second]).tokens
     (base, num_true), *_ = begun
     assert base == 0
     assert num_true >= len(first.prompt) + len(plain) - 3
+    if restart:
+        store.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
 
 from mantou.data import Draft, DraftAsk, Request, Sampling
 from mantou.kv.batch import KVBatch, RowView
+from mantou.kv.pieces import Stack, State
 from mantou.protocols import CacheKey, Forwarded, Group, PrefixStore, Ticket
 from mantou.spec.cost import StepCosts
 from mantou.spec.none import NoDraft
@@ -184,7 +186,7 @@ class HeadDraft(NoDraft):
         row = _Row(request, take_slot(self.graph.kv, self._rows.values()), start, tokens=request.prompt)
         if start:  # its prefix was restored
             row.ticket = self._store.prefetch(
-                self._key_of(row), row.tokens[1:], request.session, lambda: None
+                self._key_of(row), request.prompt[1:], request.session, lambda: None
             )
         self._rows[request.id] = row
         return row
@@ -205,9 +207,10 @@ class HeadDraft(NoDraft):
             return True
         if not row.ticket.ready:
             return False
+        # The tokens that were asked for: what a slow tier has brought for these is kept until the ticket is closed.
+        hit = self._store.match(self._key_of(row), row.request.prompt[1:], row.request.session)
         row.ticket.close()
         row.ticket = None
-        hit = self._store.match(self._key_of(row), row.tokens[1 : row.base + 2], row.request.session)
         gap = row.base - min(hit.num_tokens, row.base) if hit is not None else row.base
         if hit is None or gap > _GAP or row.num_true or not row.sources:
             return True
@@ -227,7 +230,7 @@ class HeadDraft(NoDraft):
             return
         tokens = row.tokens[1 : row.num_true + 1]
         self.graph.kv.shorten(row.slot, row.num_true)
-        self._store.put(self._key_of(row), tokens, RowView(self.graph.kv, row.slot), row.request.session)
+        self._store.put(self._key_of(row), tokens, _Pairs(self.graph.kv, row.slot), row.request.session)
         row.num_published = row.num_true
 
     def _feed(self, row: _Row, tokens: Sequence[int]) -> None:
@@ -346,6 +349,15 @@ class HeadDraft(NoDraft):
             wishes = [_plain(one[0].request.sampling) if one else None for one in by_slot]
             self._prepared = (ids, self._sampler.prepare(wishes))
         return self._prepared[1]
+
+
+class _Pairs(RowView):
+    """A row as a store sees it. The store of a hybrid model only goes on from where it has a state, so a row has one:
+    a single zero, which no layer reads."""
+
+    def state(self) -> State:
+        zero = Stack(np.zeros((1, 1, 1), np.float32), "float32", ((0, 0),))
+        return State(self.batch.lengths[self.slot], (zero,))
 
 
 def _joined(sources: Sequence[_Source]) -> mx.array:
