@@ -40,6 +40,9 @@ class BlockDraft(HeadDraft):
     def width(self, request: Request, tokens: Sequence[int]) -> int:
         return min(super().width(request, tokens), self.graph.most)
 
+    def _plain_cost(self, num_rows: int, width: int) -> float:
+        return self._costs.seconds(num_rows, 2) if width else 0.0
+
     def _guess(
         self, by_slot: Sequence[Any], lo: int, features: mx.array
     ) -> tuple[list[list[int]], list[list[float]], mx.array | None]:

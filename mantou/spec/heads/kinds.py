@@ -88,7 +88,14 @@ def _link_s(graph: HeadGraph, rows: int, pairs: int, width: int) -> float:
     mx.eval(hidden)
     started = time.perf_counter()
     graph.kv.begin(Group(0, pairs, (pairs,) * rows))
-    features = graph(mx.zeros((rows, pairs), mx.int32), hidden)
-    mx.eval(mx.argmax(graph.logits(features[:, -1:]), axis=-1), graph.kv.arrays())
+    features = graph(mx.zeros((rows, pairs), mx.int32), hidden)[:, -1:]
+    block = getattr(graph, "block", None)  # a block comes after what is true, whatever the width of the draft
+    if block is not None:
+        mx.eval(features)
+        graph.kv.abort()
+        size: int = getattr(graph, "block_size")  # noqa: B009  of a BlockGraph
+        graph.kv.begin(Group(0, size, (size,) * rows))
+        features = block(mx.zeros((rows, 1), mx.int32))
+    mx.eval(mx.argmax(graph.logits(features), axis=-1), graph.kv.arrays())
     graph.kv.abort()
     return time.perf_counter() - started
