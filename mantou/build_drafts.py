@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from mantou.errors import ModelError
 from mantou.progress import ProgressBoard
 from mantou.protocols import CacheKey, DeviceOps, DraftProvider, PrefixStore
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from mantou.models.runner import Runner
     from mantou.sampling.sampler import DeviceSampler
     from mantou.spec.cost import StepCosts
-    from mantou.spec.setup import Drafting
+    from mantou.spec.setup import Drafting, LoadedDraft
 
 
 def make_sampler(config: Config, ops: DeviceOps) -> DeviceSampler:
@@ -41,6 +44,8 @@ def make_drafting(
     from mantou.models.device import this_device
     from mantou.models.hub import default_cache_dir
     from mantou.spec.calibrate import step_costs
+    from mantou.spec.heads.kinds import MTP, predicts
+    from mantou.spec.setup import LoadedDraft
     from mantou.spec.setup import make_drafting as make
 
     costs = (config.cache_dir or default_cache_dir()).parent / "step-costs"
@@ -49,29 +54,106 @@ def make_drafting(
         where = f"{this_device().name} {config.threads} {config.prefill_chunk} {__version__}"
         return step_costs(of, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
 
-    def load_model(num_tokens: int) -> tuple[DraftProvider, str]:
-        return load_draft_model(config, folder, runner, info, store, num_tokens, measured, board)
+    def load_model(kind: str) -> LoadedDraft:
+        return load_draft(kind, config, folder, runner, info, store, measured, board)
+
+    def load_own() -> LoadedDraft | None:
+        if not predicts(folder):
+            return None
+        try:
+            provider = load_head(MTP, config, folder, runner, info, store)
+        except ModelError as error:
+            if config.mtp or config.draft_kind is not None:
+                raise
+            log.warning("the model's prediction layer is not used: %s", error.message)
+            return None
+        return LoadedDraft(MTP, provider, "the model's own prediction layer")
 
     pipelined = not this_device().on_cpu
-    return make(config, lambda: measured(runner, identity), load_model, pipelined=pipelined)
+    return make(config, lambda: measured(runner, identity), load_model, load_own, pipelined=pipelined)
 
 
-def load_draft_model(
+def load_draft(
+    kind: str,
     config: Config,
     folder: Path,
     target: Runner,
     info: ModelInfo,
     store: PrefixStore,
-    num_tokens: int,
     measured: Callable[[Runner, str], StepCosts],
     board: ProgressBoard | None,
-) -> tuple[DraftProvider, str]:
-    """The model of --draft-model as a provider, and its name. Raises ModelError if its vocabulary is another one."""
+) -> LoadedDraft:
+    """What --draft-model names: a model, or a head of one of the known kinds. Raises ModelError."""
+    from mantou.models.hub import obtain
+    from mantou.spec.heads.kinds import MODEL, kind_of
+    from mantou.spec.setup import AUTO, LoadedDraft
+
+    name = str(config.draft_model)
+    place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
+    kind = kind_of(place) if kind == AUTO else kind
+    if kind == MODEL:
+        provider = load_draft_model(config, folder, place, target, info, store, measured)
+        return LoadedDraft(kind, provider, f"draft model {place.name}")
+    return LoadedDraft(kind, load_head(kind, config, place, target, info, store), f"{kind} head {place.name}")
+
+
+def load_head(
+    kind: str, config: Config, place: Path, target: Runner, info: ModelInfo, store: PrefixStore
+) -> DraftProvider:
+    """A head on the target's hidden states as a provider. Raises ModelError if it is another model's."""
+    from mantou.kv.codecs import make_scheme
+    from mantou.models.checkpoint import fingerprint
+    from mantou.models.device import this_device
+    from mantou.models.load import DTYPES
+    from mantou.models.ops import device_ops
+    from mantou.spec.heads.kinds import load_head as load
+    from mantou.spec.heads.kinds import measure, provider_of
+    from mantou.spec.heads.parts import Target
+
+    device = this_device().kind
+    ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
+    vocabulary = target.vocabulary()
+    helped = Target(
+        info.id,
+        info.vocab_size,
+        DTYPES[target.model.dtype],
+        vocabulary,
+        make_scheme("off", place).plan,
+        ops.install,
+        len(target.model.module.layers),
+        # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more.
+        packs=vocabulary.packed or this_device().on_cpu,
+        span_step=target.span_step,
+        write_rows=ops.write_rows,
+    )
+    graph = load(kind, place, helped)
+    if graph.taps:
+        target.tap(graph.taps)
+    numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
+    return provider_of(kind)(
+        graph,
+        make_sampler(config, ops),
+        store,
+        CacheKey(f"draft {info.id} {numbers}", (), "off", "none"),
+        measure(graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
+        num_tokens=config.num_draft_tokens or 4,
+    )
+
+
+def load_draft_model(
+    config: Config,
+    folder: Path,
+    place: Path,
+    target: Runner,
+    info: ModelInfo,
+    store: PrefixStore,
+    measured: Callable[[Runner, str], StepCosts],
+) -> DraftProvider:
+    """A model of its own as a provider. Raises ModelError if its vocabulary is another one."""
     from mantou.chat.tokenizer import Tokenizer
     from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
-    from mantou.models.hub import obtain
     from mantou.models.load import load
     from mantou.models.ops import device_ops
     from mantou.models.runner import Runner as DraftRunner
@@ -79,7 +161,6 @@ def load_draft_model(
     from mantou.spec.setup import vocabulary_fault
 
     name = str(config.draft_model)
-    place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
     fault = vocabulary_fault(Tokenizer.load(folder).vocabulary(), Tokenizer.load(place).vocabulary())
     if fault is not None:
         raise ModelError(
@@ -99,13 +180,12 @@ def load_draft_model(
         block=target.block,
     )
     numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
-    provider = ModelDraft(
+    return ModelDraft(
         runner,
         make_sampler(config, ops),
         store,
         CacheKey(f"draft {name} {numbers}", (), runner.plan.key, "none"),
         measured(runner, numbers),
-        num_tokens=num_tokens,
+        num_tokens=config.num_draft_tokens or 4,
         vocab_size=info.vocab_size,
     )
-    return provider, place.name

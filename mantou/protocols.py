@@ -132,7 +132,9 @@ class Forwarded:
     starts: Sequence[int]
     kept: Sequence[int]
     tokens: mx.array  # int32[B, T]
-    hidden: mx.array  # [B, T, D], what the vocabulary head sees
+    hidden: (
+        mx.array
+    )  # [B, T, D], what the vocabulary head sees, or the layers that a head asked for side by side
 
 
 class DraftProvider(Protocol):

@@ -79,12 +79,16 @@ def serve(
     threads: options.Threads = None,
     cpu_activations: options.Activations = "exact",
     draft_model: Annotated[
-        str | None, typer.Option(help="A small model with the same vocabulary that guesses tokens ahead.")
+        str | None,
+        typer.Option(
+            help="A small model with the same vocabulary, or a head for this model, that guesses ahead."
+        ),
     ] = None,
     draft_kind: Annotated[
         str | None,
         typer.Option(
-            help="Who guesses tokens ahead: ngram (copies of earlier text), model, off, or several as ngram,model."
+            help="Who guesses tokens ahead: ngram (copies of earlier text), model or a kind of head (eagle, mtp; "
+            "default: as the weights of --draft-model say), off, or several as ngram,model."
         ),
     ] = None,
     num_draft_tokens: Annotated[
@@ -98,7 +102,10 @@ def serve(
         ),
     ] = "agree",
     mtp: Annotated[
-        str | None, typer.Option(help="on or off: guess with the model's own multi-token-prediction head.")
+        str | None,
+        typer.Option(
+            help="on or off: guess with the model's own multi-token-prediction layer (default: if it has one)."
+        ),
     ] = None,
     ngram_min: Annotated[int, typer.Option(help="Equal tokens before a copy is guessed.", min=1, max=32)] = 2,
     ngram_max: Annotated[
@@ -211,7 +218,7 @@ def serve(
         draft_kind=draft_kind,
         num_draft_tokens=num_draft_tokens,
         draft_verify=draft_verify,
-        mtp=on_off("--mtp", mtp),
+        mtp=None if mtp == "auto" else on_off("--mtp", mtp),
         ngram_min=ngram_min,
         ngram_max=ngram_max,
         fill=os.environ.get("MANTOU_FILL") or None,

@@ -1,4 +1,4 @@
-"""Runs the vocabulary head on the wanted positions only. Knows no requests.
+"""Runs the vocabulary head on the wanted positions only, and lends it to drafters. Knows no requests.
 
 A prompt chunk needs the logits of its last position at most, and the head costs a fifth of a small model. mlx-lm graphs
 return logits of every position, so the module that projects onto the vocabulary is wrapped in place, and a probe after
@@ -7,6 +7,9 @@ wrapping proves that it is the right one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +28,7 @@ class Selection:
         self.index: mx.array | None = None
         self.capturing = False
         self.hidden: mx.array | None = None
+        self.project: Any = None  # the head itself: hidden states [..., D] -> logits [..., V]
 
     def apply(self, hidden: mx.array) -> mx.array:
         if self.capturing:
@@ -90,6 +94,59 @@ def install(module: Any) -> Selection | None:
         width = module(tokens).shape[1]  # shapes are known without evaluating anything
         selection.index = None
         if width == 1:
+            selection.project = original.as_linear if wrapper is SelectedEmbedding else original
             return selection
         parent[name] = original
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a model's own embedding and head do, for drafters that go without theirs."""
+
+    embed: Callable[[mx.array], mx.array]  # tokens int32[...] -> [..., D]
+    project: Callable[[mx.array], mx.array]  # what the head sees [..., D] -> logits [..., V]
+    rows: Callable[[mx.array], mx.array]  # tokens int32[N] -> the head's weights of those tokens [N, D]
+    packed: bool  # whether the head's weights are quantised
+
+
+def vocabulary(module: Any, selection: Selection) -> Vocabulary | None:
+    """Those of a graph with an installed selection; None if it has no embedding of tokens that can be told apart."""
+    head = _unwrapped(getattr(selection.project, "__self__", selection.project))
+    tied = hasattr(head, "as_linear")  # then it is the embedding
+    others = [_unwrapped(m) for _, m in module.named_modules() if hasattr(m, "as_linear")]
+    embedding = head if tied else max(others, key=_num_rows, default=None)
+    if embedding is None:
+        return None
+    rows = head if tied else head.rows if hasattr(head, "rows") else partial(_rows, head)
+    return Vocabulary(embedding, selection.project, rows, _is_packed(head))
+
+
+def _unwrapped(head: Any) -> Any:
+    while isinstance(head, SelectedHead | SelectedEmbedding):
+        head = head.inner
+    return head
+
+
+def _num_rows(embedding: Any) -> int:
+    packed = getattr(embedding, "packed", None)
+    return int(packed.rows if packed is not None else embedding.weight.shape[0])
+
+
+def _is_packed(head: Any) -> bool:
+    packed = getattr(head, "packed", None)
+    return "scales" in head or (packed is not None and packed.bits > 0)  # 0 bits: dense
+
+
+def _rows(linear: Any, rows: mx.array) -> mx.array:
+    if "scales" not in linear:
+        return linear.weight[rows]
+    biases = linear.get("biases")
+    return mx.dequantize(
+        linear["weight"][rows],
+        linear["scales"][rows],
+        None if biases is None else biases[rows],
+        linear.group_size,
+        linear.bits,
+        linear.mode,
+    )

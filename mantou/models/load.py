@@ -112,7 +112,7 @@ def build(family: str, config: Mapping[str, Any]) -> Any:
         ) from None
 
 
-def _quantize(module: nn.Module, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
+def quantize(module: nn.Module, config: Mapping[str, Any], weights: Mapping[str, mx.array]) -> None:
     """Replaces the layers whose weights are packed; each with its own bits and group size."""
     quantization = config["quantization"]
 
@@ -198,7 +198,7 @@ def load(folder: Path, *, dtype: str | None = None, headless: bool = False) -> L
     try:
         weights = module.sanitize(weights) if hasattr(module, "sanitize") else weights
         if quantized:
-            _quantize(module, config, weights)
+            quantize(module, config, weights)
         module.load_weights(list(weights.items()), strict=True)
     except (ValueError, KeyError, IndexError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__  # one line

@@ -15,9 +15,9 @@ from mantou.kv.blocks import PAGEABLE
 from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
-from mantou.models import paging, tape
+from mantou.models import paging, tape, taps
 from mantou.models.device import release_thread
-from mantou.models.head import Selection, install
+from mantou.models.head import Selection, Vocabulary, install, vocabulary
 from mantou.models.layouts import arrange, layout_names, make_layouts
 from mantou.models.load import LoadedModel, arrays_cache
 from mantou.models.paging import ReadBlocks
@@ -75,6 +75,7 @@ class Runner:
             pages=pages,
         )
         self._selection: Selection | None = install(model.module)
+        self._taps: taps.Taps | None = None
         if self.recurrent:
             tape.install(model.module)
 
@@ -87,12 +88,26 @@ class Runner:
             )
         self._selection.capturing = True
 
+    def vocabulary(self) -> Vocabulary:
+        """The model's embedding and head, for drafters. Raises ModelError where they cannot be told apart."""
+        found = None if self._selection is None else vocabulary(self.model.module, self._selection)
+        if found is None:
+            raise ModelError(
+                f"This draft model shares the vocabulary head of its target, which {self.model.family.name} does not "
+                "show; serve without it."
+            )
+        return found
+
+    def tap(self, places: Sequence[int]) -> None:
+        """From now on `take_hidden` gives what these layers gave, side by side. Raises ModelError if it cannot."""
+        self._taps = taps.install(self.model.module, places)
+
     def take_hidden(self) -> mx.array | None:
         """[rows, width, D] of the last forward, lazily; None unless they are captured."""
         if self._selection is None:
             return None
         hidden, self._selection.hidden = self._selection.hidden, None
-        return hidden
+        return hidden if self._taps is None or hidden is None else self._taps.take()
 
     def forward(
         self,

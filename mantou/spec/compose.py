@@ -58,9 +58,12 @@ class ByKind:
         self._of(request).observe(request, draft, taken)
 
     def absorb(self, forwarded: Forwarded) -> None:
+        """Shows each provider its own rows."""
         for provider in self._kinds.values():
             if provider.wants_hidden:
-                provider.absorb(forwarded)
+                mine = [r if r is not None and self._of(r) is provider else None for r in forwarded.requests]
+                if any(mine):
+                    provider.absorb(replace(forwarded, requests=mine))
 
     def timed(self, num_rows: int, width: int, seconds: float) -> None:
         for provider in self._kinds.values():

@@ -21,6 +21,7 @@ from mantou.models.runner import Runner
 from mantou.protocols import CacheKey, Group, PrefixStore, Ticket
 from mantou.spec.cost import StepCosts
 from mantou.spec.none import NoDraft
+from mantou.spec.slots import leave_slot, take_slot
 
 _CATCH_UP = 32  # a row that lacks more tokens than this takes them as a prompt, in a step of its own
 _READ_BACK = 64  # steps over which reading a prompt has to pay
@@ -47,6 +48,7 @@ class _Row:
     num_known: int = 0  # of them, tokens that are not guesses
     num_published: int = 0
     ticket: Ticket | None = None
+    asked: Sequence[int] = ()  # the tokens that it is for
 
 
 class ModelDraft(NoDraft):
@@ -114,14 +116,7 @@ class ModelDraft(NoDraft):
         if row.ticket is not None:
             row.ticket.close()
         self._publish(row)
-        kv = self.runner.kv
-        kv.release(row.slot)
-        last = max(self._rows.values(), key=lambda other: other.slot, default=None)
-        if last is None:
-            kv.resize(0)
-        elif last.slot > row.slot:  # rows side by side: an idle slot costs as much as a row
-            kv.move(last.slot, row.slot)
-            last.slot = row.slot
+        leave_slot(self.runner.kv, row.slot, self._rows.values())
 
     # ------------------------------------------------------------------ rows
     def _row(self, ask: DraftAsk) -> _Row:
@@ -129,9 +124,10 @@ class ModelDraft(NoDraft):
         if row is None:
             row = self._join(ask)
         if row.ticket is not None and row.ticket.ready:
+            # What a slow tier has brought is kept for the tokens that were asked for, until the ticket is closed.
+            hit = self._store.match(self._key, row.asked, ask.request.session)
             row.ticket.close()
             row.ticket = None
-            hit = self._store.match(self._key, ask.tokens, ask.request.session)
             if hit is not None:
                 self.runner.kv.fill(row.slot, hit)
                 row.held = list(ask.tokens[: hit.num_tokens])
@@ -139,14 +135,9 @@ class ModelDraft(NoDraft):
         return row
 
     def _join(self, ask: DraftAsk) -> _Row:
-        kv = self.runner.kv
-        taken = {row.slot for row in self._rows.values()}
-        slot = next(i for i in range(len(taken) + 1) if i not in taken)
-        if slot >= kv.num_slots:
-            kv.resize(1 << slot.bit_length())
-        kv.clear(slot)
-        row = _Row(ask.request, slot)
-        row.ticket = self._store.prefetch(self._key, ask.tokens, ask.request.session, lambda: None)
+        row = _Row(ask.request, take_slot(self.runner.kv, self._rows.values()))
+        row.asked = tuple(ask.tokens)
+        row.ticket = self._store.prefetch(self._key, row.asked, ask.request.session, lambda: None)
         self._rows[ask.request.id] = row
         return row
 

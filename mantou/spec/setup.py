@@ -10,13 +10,27 @@ from mantou.errors import ConfigError
 from mantou.protocols import DraftProvider
 from mantou.spec.compose import OFF, AdaptiveWidth, ByKind, FirstOf
 from mantou.spec.cost import StepCosts
+from mantou.spec.heads.kinds import HEADS, MODEL, MTP
 from mantou.spec.ngram import NGram
 from mantou.spec.none import NoDraft
 
+AUTO = "auto"  # of a draft model: as its weights say
 FILL_MODES = ("strict", "echo")
 VERIFY_MODES = ("agree", "rejection")
 _PAUSE = 8  # steps without a guess after one in which none paid, where a guess interrupts the pipeline
 _ECHO_LEAST = 6  # tokens that must agree before a span counts as a copy of what was said before
+
+
+_LOADED = (AUTO, MODEL, *HEADS)  # kinds that --draft-model may be; the model itself brings one of them
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """What --draft-model turned out to be."""
+
+    kind: str
+    provider: DraftProvider
+    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ def check(config: Config) -> None:
     if config.draft_verify not in VERIFY_MODES:
         raise ConfigError(f"--draft-verify takes {' or '.join(VERIFY_MODES)}, not {config.draft_verify!r}.")
     kinds = _asked(config, OFF)
-    known = ("ngram", "model", OFF)
+    known = ("ngram", *_LOADED, OFF)
     for kind in kinds:
         if kind not in known:
             raise ConfigError(
@@ -50,36 +64,56 @@ def check(config: Config) -> None:
             )
     if OFF in kinds and len(kinds) > 1:
         raise ConfigError("--draft-kind off stands alone.")
-    if "model" in kinds and config.draft_model is None:
-        raise ConfigError("--draft-kind model needs --draft-model, the small model that makes the drafts.")
+    loaded = [kind for kind in kinds if kind in _LOADED]
+    if config.mtp and config.draft_model is not None:
+        raise ConfigError("--mtp on guesses with the model's own layer; leave it out, or --draft-model.")
+    if MTP in loaded and config.mtp is False:
+        raise ConfigError("--draft-kind mtp asks for what --mtp off turns off; leave one of them out.")
+    if loaded and loaded != [MTP] and config.draft_model is None:
+        raise ConfigError(
+            f"--draft-kind {loaded[0]} needs --draft-model, the small model or head that makes the drafts."
+        )
+    if len(loaded) > 1:
+        raise ConfigError(f"--draft-model is one of {' and '.join(loaded)}, not both; name one, or auto.")
 
 
 def _asked(config: Config, usual: str) -> tuple[str, ...]:
     if config.draft_kind is not None:
         return tuple(part.strip() for part in config.draft_kind.split(",") if part.strip()) or (OFF,)
-    return ("model",) if config.draft_model is not None else (usual,)
+    return (AUTO,) if config.draft_model is not None else (usual,)
 
 
 def make_drafting(
     config: Config,
     costs: Callable[[], StepCosts],
-    load_model: Callable[[int], tuple[DraftProvider, str]],
+    load_model: Callable[[str], LoadedDraft],
+    load_own: Callable[[], LoadedDraft | None],
     *,
     pipelined: bool,
 ) -> Drafting:
     """The provider that the flags ask for. Without flags it copies earlier text, but not where steps are pipelined: a
     row that guesses waits for the host, and what that costs was not measured on such devices yet.
 
-    `costs` measures a decode step; `load_model(num_tokens)` loads the draft model and gives its name. Raises
-    ConfigError, and ModelError for a draft model that does not fit.
+    `costs` measures a decode step; `load_model(kind)` loads the draft model, `load_own()` the model's own prediction
+    layer, None if it has none. Raises ConfigError, and ModelError for a draft model that does not fit.
     """
     check(config)
-    asked = _asked(config, OFF if pipelined else "ngram")
+    own = load_own() if config.draft_model is None and config.mtp is not False else None
+    usual = OFF if pipelined else "ngram"
+    asked = _asked(config, usual if own is None else own.kind)
+    if own is None and (config.mtp or (MTP in asked and config.draft_model is None)):
+        raise ConfigError(
+            "--mtp on needs a model with a multi-token-prediction layer that mantou can use, and this one has none; "
+            "leave it out."
+        )
     plain: dict[str, DraftProvider] = {"ngram": _ngram(config)}
     words = {"ngram": f"copies after {config.ngram_min} to {config.ngram_max} equal tokens"}
     if config.draft_model is not None:
-        plain["model"], name = load_model(config.num_draft_tokens or 4)
-        words["model"] = f"draft model {name}"
+        loaded = load_model(next((kind for kind in asked if kind in _LOADED), AUTO))
+        plain[loaded.kind], words[loaded.kind] = loaded.provider, loaded.note
+        asked = tuple(loaded.kind if kind in _LOADED else kind for kind in asked)
+    if own is not None:
+        plain[own.kind], words[own.kind] = own.provider, own.note
     default = ",".join(asked)
     kinds: dict[str, DraftProvider] = {OFF: NoDraft(), **plain}
     if len(asked) > 1:
@@ -88,11 +122,6 @@ def make_drafting(
     if config.fill == "echo":
         echo = NGram(_ECHO_LEAST, max(_ECHO_LEAST, 16), config.num_draft_tokens or 10, kind="echo")
         chosen = FirstOf(echo, chosen)
-    if config.mtp:
-        raise ConfigError(
-            "--mtp on needs a model with a multi-token-prediction head that mantou can use, and this one has none; "
-            "leave it out."
-        )
     table = costs()
     note = ", then ".join(words[kind] for kind in asked if kind != OFF) or "none unless a request asks"
     adaptive = AdaptiveWidth(chosen, table, pause=_PAUSE if pipelined else 0)

@@ -113,7 +113,10 @@ def test_a_wrong_wish_is_one_sentence(server: Server, body: dict[str, Any], mess
     ("flags", "message"),
     [
         ({"draft_kind": "model"}, "--draft-kind model needs --draft-model"),
-        ({"draft_kind": "eagle"}, "--draft-kind takes ngram, model, off"),
+        ({"draft_kind": "wish"}, "--draft-kind takes ngram, auto, model, eagle, mtp, off"),
+        ({"draft_kind": "eagle"}, "--draft-kind eagle needs --draft-model"),
+        ({"draft_kind": "mtp", "mtp": False}, "what --mtp off turns off"),
+        ({"draft_model": "x", "mtp": True}, "leave it out, or --draft-model"),
         ({"draft_kind": "off,ngram"}, "--draft-kind off stands alone"),
         ({"ngram_min": 5, "ngram_max": 4}, "--ngram-max 4 is below --ngram-min 5"),
         ({"fill": "loose"}, "MANTOU_FILL takes strict or echo, not 'loose'"),

@@ -1,8 +1,8 @@
 """`python -m tests.bench.speculation`: decode speed with and without drafts, on one engine in this process.
 
-Three loads repeat what their prompt holds (a file with one name changed, a quoted passage, records as JSON), one does
-not. Every load runs in turn without and with drafts, so that a machine that slows down slows both; what is compared is
-the time between the first token and the last. Knows no HTTP.
+Three loads repeat what their prompt holds (a file with one name changed, a quoted passage, records as JSON), two do
+not: chats, which learned drafts are for, and random text. Every load runs in turn without and with drafts, so that a
+machine that slows down slows both; what is compared is the time between the first token and the last. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -78,7 +78,16 @@ def nonsense(number: int) -> str:
     return "".join(f"{dice.choice(WORDS)} {dice.randrange(10**6)} " for _ in range(8))
 
 
-LOADS = {"edit": edit, "quote": quote, "json": records, "random": nonsense}
+def chat(number: int) -> str:
+    """A question to the starter model."""
+    path = Path(__file__).resolve().parent / "texts" / "questions.txt"
+    question = random.Random(number).choice(path.read_text("utf-8").splitlines())
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    turns = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
+    return f"{turns}<|im_start|>assistant\n"
+
+
+LOADS = {"chat": chat, "edit": edit, "quote": quote, "json": records, "random": nonsense}
 
 
 @dataclass
@@ -189,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=STARTER)
     parser.add_argument("--draft-model")
     parser.add_argument("--kind", default="ngram")
+    parser.add_argument("--dtype", help="of the weights; the default is as stored")
+    parser.add_argument("--num-draft-tokens", type=int)
     parser.add_argument("--loads", default=",".join(KINDS))
     parser.add_argument(
         "--clients", default="1,8", help="for the loads that repeat; random text runs with 16"
@@ -197,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--show", action="store_true", help="print the beginning of each answer")
     args = parser.parse_args(argv)
-    config = Config(model=args.model, draft_model=args.draft_model, batch=16)
+    config = Config(
+        model=args.model,
+        draft_model=args.draft_model,
+        num_draft_tokens=args.num_draft_tokens,
+        dtype=args.dtype,
+        batch=16,
+    )
     bench = Bench(config)
     try:
         bench.run("random", 2, 8, "off", 0)

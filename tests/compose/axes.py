@@ -25,7 +25,7 @@ AXES: Mapping[str, Sequence[object]] = {
     "sampler": ("greedy", "mixed"),
     "codec": ("off", "8", "4", "turbo", "turbo-k4v2@20", "mixed"),
     "block": (None, 16),
-    "provider": ("none", "oracle", "ngram", "model"),
+    "provider": ("none", "oracle", "ngram", "model", "eagle"),
     "store": ("none", "dict", "ram", "restart"),
     "constraint": ("none", "modulo", "forced"),
     "rows": (1, 3, 6),

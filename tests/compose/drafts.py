@@ -24,8 +24,9 @@ from tests.fakes import NoisyOracle
 
 from .families import FAMILIES, tiny
 from .harness import VOCAB, capabilities
+from .heads import head_draft
 
-KINDS = ("none", "oracle", "ngram", "model")
+KINDS = ("none", "oracle", "ngram", "model", "eagle")
 
 
 def flat_costs(width_costs: float = 0.1) -> StepCosts:
@@ -71,4 +72,6 @@ def make_provider(
         return AdaptiveWidth(FirstOf(NGram(3, 8, 4, kind="echo"), NGram(1, 4, 5)), flat_costs())
     if kind == "model":
         return model_draft(family, store)
+    if kind == "eagle":
+        return AdaptiveWidth(head_draft(kind, family, store, num_tokens=3), flat_costs())
     return NoDraft()

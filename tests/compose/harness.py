@@ -69,6 +69,7 @@ class Case:
     ring_slack: int = RING_SLACK
     pipelined: bool = True
     fill: bool = False
+    taps: tuple[int, ...] = ()
     sampler: Any = field(default_factory=DeviceSampler)
     block: int | None = None  # of paged keys and values; None = a buffer a row
 
@@ -107,6 +108,8 @@ def make_step(case: Case) -> Step:
         ring_slack=case.ring_slack,
         block=case.block,
     )
+    if case.taps:
+        runner.tap(case.taps)
     axes = Axes(
         scheduler=case.scheduler or FairScheduler(case.rows),
         sampler=case.sampler,

@@ -90,6 +90,10 @@ class PackedLinear(nn.Module):
         dtype = result_dtype(x, self.dtype)
         return kernels.linear(x, self.packed, bias=self.get("bias"), planes=self.planes, dtype=dtype)
 
+    def rows(self, ids: mx.array) -> mx.array:
+        """Some rows of the weights, unpacked."""
+        return kernels.embed(ids, self.packed, self.dtype)
+
     def __getattr__(self, name: str) -> Any:
         # `weight` [out, in] is unpacked on demand: a few graphs read or replace it.
         if name == "weight" and "weight" not in self:

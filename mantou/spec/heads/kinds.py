@@ -1,0 +1,101 @@
+"""Which kind of draft model a folder holds, and how each kind is loaded. The one list of heads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import mlx.core as mx
+
+from mantou.errors import ModelError
+from mantou.models.checkpoint import weight_files
+from mantou.models.load import read_weights
+from mantou.protocols import Group
+from mantou.spec.cost import Cell, StepCosts
+from mantou.spec.heads.blocks import BlockDraft, BlockGraph
+from mantou.spec.heads.dspark import DSpark
+from mantou.spec.heads.eagle import Eagle
+from mantou.spec.heads.eagle3 import Eagle3
+from mantou.spec.heads.mtp import Mtp, layout_of
+from mantou.spec.heads.parts import Target
+from mantou.spec.heads.provider import HeadDraft, HeadGraph
+
+MODEL = "model"
+MTP = "mtp"  # the only kind that a model's own folder may hold
+BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark}
+HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {
+    "eagle": Eagle,
+    "eagle3": Eagle3,
+    **BLOCKS,
+    MTP: Mtp,
+}
+# What only the weights of this kind are called; the first that fits.
+_SIGNS = {
+    "midlayer.hidden_norm.weight": "eagle3",
+    "layers.0.hidden_norm.weight": "eagle3",
+    "hidden_norm.weight": "dspark",
+    "fc.weight": "eagle",
+}
+_BUDGET_S = 0.2
+
+
+def kind_of(folder: Path) -> str:
+    """`model` or a head's kind, by the names of the weights: configurations of public heads do not tell."""
+    names = read_weights(weight_files(folder))
+    prefix = layout_of(names)
+    if prefix is not None and all(name.startswith(prefix) for name in names):
+        return MTP  # and not a whole model that has such a layer as well
+    return next((kind for sign, kind in _SIGNS.items() if sign in names), MODEL)
+
+
+def predicts(folder: Path) -> bool:
+    """Whether there is a layer in it that predicts further tokens."""
+    return layout_of(read_weights(weight_files(folder))) is not None
+
+
+def load_head(kind: str, folder: Path, target: Target) -> HeadGraph:
+    """Raises ModelError if the folder holds another kind, or a head of another model."""
+    found = kind_of(folder) if kind != MTP else MTP
+    if found != kind:
+        raise ModelError(f"{folder} holds no draft head of the kind {kind} but one of the kind {found}.")
+    return HEADS[kind](folder, target)
+
+
+def provider_of(kind: str) -> type[HeadDraft]:
+    """What drafts with a graph of this kind."""
+    return BlockDraft if kind in BLOCKS else HeadDraft
+
+
+def measure(graph: HeadGraph, max_rows: int, width: int) -> StepCosts:
+    """What one link of a chain costs, for 1 and 2 pairs a row, by rows. `width`: of a hidden state. Leaves no row."""
+    started, counts = time.perf_counter(), [1]
+    cells: dict[Cell, float] = {}
+    while counts[-1] < max_rows:
+        counts.append(min(2 * counts[-1], max_rows))
+    for rows in counts:
+        graph.kv.resize(rows)
+        for pairs in (1, 2):
+            cells[rows, pairs] = min(_link_s(graph, rows, pairs, width) for _ in range(3))
+        if time.perf_counter() - started > _BUDGET_S:
+            break
+    graph.kv.resize(0)
+    return StepCosts.from_cells(cells)
+
+
+def _link_s(graph: HeadGraph, rows: int, pairs: int, width: int) -> float:
+    hidden = mx.zeros((rows, pairs, width))
+    mx.eval(hidden)
+    started = time.perf_counter()
+    graph.kv.begin(Group(0, pairs, (pairs,) * rows))
+    features = graph(mx.zeros((rows, pairs), mx.int32), hidden)[:, -1:]
+    block = getattr(graph, "block", None)  # a block comes after what is true, whatever the width of the draft
+    if block is not None:
+        mx.eval(features)
+        graph.kv.abort()
+        size: int = getattr(graph, "block_size")  # noqa: B009  of a BlockGraph
+        graph.kv.begin(Group(0, size, (size,) * rows))
+        features = block(mx.zeros((rows, 1), mx.int32))
+    mx.eval(mx.argmax(graph.logits(features), axis=-1), graph.kv.arrays())
+    graph.kv.abort()
+    return time.perf_counter() - started

@@ -1,0 +1,213 @@
+"""What the checkpoints of draft heads look like: read as published, and refused where they are another model's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mantou.errors import ModelError
+from mantou.kv.codecs import make_scheme
+from mantou.models.runner import Runner
+from mantou.protocols import Group
+from mantou.spec.heads.kinds import kind_of, load_head
+from tests.compose.harness import VOCAB, model
+from tests.compose.heads import (
+    dspark_folder,
+    eagle3_folder,
+    eagle_folder,
+    llama_config,
+    mtp_folder,
+    target,
+    write,
+)
+
+
+def test_a_head_without_norms_and_with_its_own_embedding_is_read_as_published(tmp_path: Path) -> None:
+    folder = eagle_folder("llama", tmp_path / "plain", plain=True)
+    assert kind_of(folder) == "eagle"
+    graph = load_head("eagle", folder, target("llama"))
+    graph.kv.resize(1)
+    graph.kv.begin(Group(0, 1, (1,)))
+    tokens, hidden = (
+        mx.array([[7]]),
+        mx.random.normal((1, 1, target("llama").hidden_size), key=mx.random.key(2)),
+    )
+    got = graph(tokens, hidden)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mixed = mx.concatenate([weights["embed_tokens.weight"][tokens], hidden], axis=-1)
+    x = mixed @ weights["fc.weight"].T + weights["fc.bias"]
+    # One position attends to itself alone.
+    v = (x @ weights["layers.0.self_attn.v_proj.weight"].T).reshape(1, 1, 2, 16)
+    x = x + mx.repeat(v, 2, axis=2).reshape(1, 1, 64) @ weights["layers.0.self_attn.o_proj.weight"].T
+    y = mx.fast.rms_norm(x, weights["layers.0.post_attention_layernorm.weight"], 1e-5)
+    gate = y @ weights["layers.0.mlp.gate_proj.weight"].T
+    y = gate * mx.sigmoid(gate) * (y @ weights["layers.0.mlp.up_proj.weight"].T)
+    x = x + y @ weights["layers.0.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(np.array(got), np.array(x), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 32}, "continues hidden states of 32 numbers, and those of llama have"),
+        ({"vocab_size": 96}, f"a vocabulary of 96 tokens, and llama has {VOCAB}"),
+        ({"num_hidden_layers": 2}, "do not fit its config.json"),
+    ],
+)
+def test_a_head_of_another_model_is_refused_in_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    width = target("llama").hidden_size
+    folder = eagle_folder("llama", tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    write(folder, llama_config(width, **changes), {}, **weights)
+    with pytest.raises(ModelError, match=message):
+        load_head("eagle", folder, target("llama"))
+
+
+# ------------------------------------------------------------------ prediction layers of the models' own
+OWN = ("qwen3_5", "qwen3_5_moe", "glm4_moe", "glm_moe_dsa", "deepseek_v3")
+
+
+@pytest.mark.parametrize("bits", [0, 4])
+@pytest.mark.parametrize("family", OWN)
+def test_a_prediction_layer_is_read_as_its_publisher_names_it(family: str, bits: int, tmp_path: Path) -> None:
+    """Dense or packed, experts stacked, norms around zero: what is fed in the batch is what a whole row gives."""
+    graph = load_head("mtp", mtp_folder(family, tmp_path, bits=bits), target(family))
+    tokens, hidden = (
+        mx.array([[3, 7, 1, 9]]),
+        mx.random.normal((1, 4, target(family).hidden_size), key=mx.random.key(1)),
+    )
+    graph.kv.resize(1)
+
+    def fed(*spans: tuple[int, int]) -> np.ndarray:
+        parts = []
+        for lo, hi in spans:
+            graph.kv.begin(Group(0, hi - lo, (hi - lo,)))
+            parts.append(graph(tokens[:, lo:hi], hidden[:, lo:hi]))
+            graph.kv.commit(graph.kv.geometry.group, (hi - lo,))
+        graph.kv.release(0)
+        return np.array(mx.concatenate(parts, axis=1))
+
+    whole = fed((0, 4))
+    assert np.isfinite(whole).all()
+    np.testing.assert_allclose(fed((0, 1), (1, 4)), whole, atol=2e-4)
+    hidden = hidden * mx.array([1.0, 1.0, 1.0, 2.0])[None, :, None] + mx.array([0.0, 0, 0, 1])[None, :, None]
+    assert np.abs(fed((0, 4))[0, 3] - whole[0, 3]).max() > 1e-2
+    np.testing.assert_allclose(fed((0, 4))[0, :3], whole[0, :3], atol=1e-5)
+
+
+def test_norms_that_are_stored_around_zero_are_the_same_layer(tmp_path: Path) -> None:
+    """Publishers of Qwen store a norm's distance from 1, converters the norm itself."""
+    folder = mtp_folder("qwen3_5", tmp_path / "one")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    near = {n: w - 1.0 if w.ndim == 1 else w for n, w in weights.items()}
+    (tmp_path / "zero").mkdir()
+    mx.save_safetensors(str(tmp_path / "zero" / "model.safetensors"), near)
+    shutil.copy(folder / "config.json", tmp_path / "zero")
+    tokens, hidden, found = mx.array([[3, 7]]), mx.random.normal((1, 2, 128), key=mx.random.key(1)), []
+    for name in ("one", "zero"):
+        graph = load_head("mtp", tmp_path / name, target("qwen3_5"))
+        graph.kv.resize(1)
+        graph.kv.begin(Group(0, 2, (2,)))
+        found.append(np.array(graph(tokens, hidden[..., : target("qwen3_5").hidden_size])))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-4)
+
+
+def test_a_prediction_layer_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    folder = mtp_folder("qwen3_5", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 96
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="96 tokens, and qwen3_5 has"):
+        load_head("mtp", folder, target("qwen3_5"))
+    eagle = eagle_folder("llama", tmp_path / "eagle")
+    with pytest.raises(ModelError, match="no layer that predicts further tokens"):
+        load_head("mtp", eagle, target("llama"))
+    with pytest.raises(ModelError, match="holds no draft head of the kind eagle but one of the kind mtp"):
+        load_head("eagle", folder, target("qwen3_5"))
+
+
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+def test_an_eagle3_head_is_read_as_published(prefix: str, tmp_path: Path) -> None:
+    """One position, by hand: three states in one, both norms, keys and values of both halves, its own vocabulary."""
+    folder = eagle3_folder("llama", tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    renamed = {name.replace("midlayer", prefix): array for name, array in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), renamed)
+    assert kind_of(folder) == "eagle3"
+    width = target("llama").hidden_size
+    graph = load_head("eagle3", folder, target("llama"))
+    assert graph.taps == (0, 0, 1)
+    graph.kv.resize(1)
+    graph.kv.begin(Group(0, 1, (1,)))
+    states = mx.random.normal((1, 1, 3 * width), key=mx.random.key(2))
+    got = graph(mx.array([[7]]), states)
+    hidden = states @ weights["fc.weight"].T
+    known = target("llama").vocabulary.embed(mx.array([[7]]))
+
+    def norm(x: mx.array, name: str) -> mx.array:
+        return mx.fast.rms_norm(x, weights[name], 1e-5)
+
+    both = [norm(known, "midlayer.input_layernorm.weight"), norm(hidden, "midlayer.hidden_norm.weight")]
+    v = (mx.concatenate(both, axis=-1) @ weights["midlayer.self_attn.v_proj.weight"].T).reshape(1, 1, 2, 16)
+    x = hidden + mx.repeat(v, 2, axis=2).reshape(1, 1, 64) @ weights["midlayer.self_attn.o_proj.weight"].T
+    y = norm(x, "midlayer.post_attention_layernorm.weight")
+    gate = y @ weights["midlayer.mlp.gate_proj.weight"].T
+    y = gate * mx.sigmoid(gate) * (y @ weights["midlayer.mlp.up_proj.weight"].T)
+    x = x + y @ weights["midlayer.mlp.down_proj.weight"].T
+    np.testing.assert_allclose(np.array(got), np.array(x), atol=2e-5)
+    logits = norm(x, "norm.weight") @ weights["lm_head.weight"].T
+    np.testing.assert_allclose(np.array(graph.logits(got)), np.array(logits), atol=1e-4)
+
+
+def test_a_block_sees_itself_in_both_directions_and_says_how_sure_it_is(tmp_path: Path) -> None:
+    """A causal block, or guesses that ignore the token before, would only cost acceptance: nothing else would show."""
+    folder = dspark_folder("llama", tmp_path)
+    assert kind_of(folder) == "dspark"
+    graph: Any = load_head("dspark", folder, target("llama"))
+    width = target("llama").hidden_size
+
+    def run_block(last: int, mask_token: int) -> np.ndarray:
+        graph.kv.resize(0)
+        graph.kv.resize(1)
+        graph.kv.begin(Group(0, 3, (3,)))
+        graph(mx.array([[1, 2, 3]]), mx.random.normal((1, 3, 2 * width), key=mx.random.key(1)))
+        graph.kv.commit(Group(0, 3, (3,)), (3,))
+        graph.kv.begin(Group(0, 5, (5,)))
+        graph._mask_token = mask_token
+        features = graph.block(mx.array([[last]], mx.int32))
+        graph.kv.abort()
+        return np.array(features)
+
+    plain = run_block(9, 4)
+    assert plain.shape == (1, 5, width)
+    assert np.abs(run_block(9, 5)[0, 0] - plain[0, 0]).max() > 1e-3  # the first place sees those behind it
+    assert np.abs(run_block(8, 4)[0, 4] - plain[0, 4]).max() > 1e-3
+    features = mx.array(plain)[:, :1]
+    one, other = (mx.array([[token]]) for token in (3, 11))
+    assert np.abs(np.array(graph.bias(one) - graph.bias(other))).max() > 1e-3
+    assert 0 < float(graph.confidence(features, one).item()) < 1
+    assert float(graph.confidence(features, one).item()) != float(graph.confidence(features, other).item())
+
+
+def test_block_drafters_of_other_families_are_refused(tmp_path: Path) -> None:
+    folder = dspark_folder("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "gemma4_text"}))
+    with pytest.raises(
+        ModelError, match="layers of the kind gemma4_text, and mantou reads plain ones of Qwen3"
+    ):
+        load_head("dspark", folder, target("llama"))
+
+
+def test_a_head_that_reads_layers_that_the_model_has_not_is_refused() -> None:
+    runner = Runner(model("llama"), make_scheme("off"), max_width=32)
+    with pytest.raises(ModelError, match="reads layer 7 of its model, which has 2 layers"):
+        runner.tap((0, 7))
