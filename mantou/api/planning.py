@@ -11,11 +11,12 @@ from mantou.api import defaults
 from mantou.api.generation import Answer, RowPlan
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.structured import one_grammar
-from mantou.data import Grammar, Prompt, Request, TextEvent, Usage
+from mantou.data import Grammar, Prompt, ReasoningBudget, Request, TextEvent, Usage
 from mantou.errors import BadRequest, ContextOverflow
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded
+    from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.reasoning import ReasoningFormat
     from mantou.chat.tools import ToolUse
     from mantou.config import Config
@@ -74,6 +75,7 @@ class RowOptions:
     tool_choice: Literal["auto", "required", "named"] = "auto"  # required: at least one call
     tool_name: str | None = None  # the tool that must be called, where one is named
     grammar: Grammar | None = None  # what the answer must be, where the dialect has a field of its own for it
+    thinking_budget: int | None = None  # likewise, most tokens of reasoning
 
 
 def plan_rows(
@@ -105,7 +107,7 @@ def plan_rows(
     rows: list[RowPlan] = []
     for number, prompt in enumerate(prompts):
         limit = defaults.max_tokens(ask, config.defaults, _room(prompt, loaded, config))
-        grammar = _grammar(ask, options, tools, prompt, loaded)
+        grammar = answer_grammar(one_grammar(options.grammar, ask.grammar), options, tools, prompt, loaded)
         for choice in range(ask.n):
             sampling = defaults.sampling(
                 ask,
@@ -132,6 +134,7 @@ def plan_rows(
                 boundaries=prompt.boundaries,
                 stop=ask.stop,
                 grammar=grammar,
+                reasoning_budget=answer_budget(ask.thinking_budget, options, prompt),
             )
             rows.append(
                 RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number, tools=tools)
@@ -139,11 +142,17 @@ def plan_rows(
     return tuple(rows)
 
 
-def _grammar(
-    ask: GenerationAsk, options: RowOptions, tools: ToolUse | None, prompt: Prompt, loaded: Loaded
+class Compiling(Protocol):
+    """Who has the compiler of grammars."""
+
+    @property
+    def grammars(self) -> Grammars: ...
+
+
+def answer_grammar(
+    wish: Grammar | None, options: RowOptions, tools: ToolUse | None, prompt: Prompt, loaded: Compiling
 ) -> str:
     """The grammar of the answer, compiled; "" if it is free. Raises BadRequest."""
-    wish = one_grammar(options.grammar, ask.grammar)
     strict = frozenset(tool["function"]["name"] for tool in options.tools if tool["function"].get("strict"))
     if wish is None and options.tool_choice == "auto" and not strict:
         return ""
@@ -160,6 +169,14 @@ def _grammar(
         strict=strict,
     )
     return loaded.grammars.write(wish, setting)
+
+
+def answer_budget(shared: int | None, options: RowOptions, prompt: Prompt) -> ReasoningBudget | None:
+    """The dialect's own field, else the shared one. A model without reasoning keeps every budget."""
+    asked = options.thinking_budget if options.thinking_budget is not None else shared
+    if asked is None or options.reasoning is None:
+        return None
+    return options.reasoning.budget(asked, opened=prompt.reasoning_open)
 
 
 def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:

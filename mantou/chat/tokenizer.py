@@ -123,6 +123,11 @@ class Tokenizer:
         return PieceDetokenizer(self.decode, self._kinds, after)
 
     @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id; some vocabularies have gaps."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
+    @cached_property
     def _decoder(self) -> str:
         """The decoder's own JSON, "" if the file has none."""
         decoder = self._backend.decoder

@@ -90,12 +90,16 @@ _STOPS = Shaped(
     "stop_sequences",
     f"Up to {MAX_STOPS} strings that end the answer and are not part of it; empty ones are ignored.",
     _stop_sequences,
-    {"type": ["array", "null"], "items": {"type": "string"}},
+    {"type": ["array", "null"], "items": {"type": "string"}, "maxItems": MAX_STOPS},
 )
 _THREAD = Shaped(
     "thread", "Refused: every request carries its whole conversation.", _thread, {"type": "null"}
 )
-_METADATA = Object("metadata", "`user_id`: any string; nothing depends on it.")
+_METADATA = Object(
+    "metadata",
+    "`user_id`: any string; nothing depends on it.",
+    {"properties": {"user_id": {"type": ["string", "null"]}}},
+)
 _UNUSED = tuple(
     _unused(name)
     for name in ("cache_control", "container", "context_management", "inference_geo", "service_tier", "speed")
@@ -161,6 +165,7 @@ class AnthropicMessages:
             tool_choice=_CHOICES[ask.prompt.tool_choice.kind],
             tool_name=ask.prompt.tool_choice.name,
             grammar=ask.prompt.grammar,
+            thinking_budget=ask.prompt.thinking.budget_tokens,
         )
         (row,) = plan_rows(
             ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id
@@ -174,7 +179,7 @@ class AnthropicMessages:
         return {
             "type": "object",
             "required": ["max_tokens", "messages"],
-            "properties": properties(_FIELDS),
+            "properties": properties(_FIELDS) | {"max_tokens": {**_MAX_TOKENS.schema(), "type": "integer"}},
         }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from mantou.api import shapes
 from mantou.api.fields import Boolean, Field, Schema, Shaped, Text, wrong
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.ollama.fields import MESSAGES, Shared, read_images, read_shared, shared_schema
@@ -61,11 +62,13 @@ _WITHOUT = {
     "template": "template is not supported: the model's own is used; send raw with the whole prompt instead.",
     "context": "context is not supported; send the conversation to /api/chat, whose prefix is cached anyway.",
 }
-_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
+_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, shapes.TOOLS)
 _PROMPT = Text("prompt", "What to answer; empty = load the model.")
 _SYSTEM = Shaped("system", "The system message.", _system, {"type": ["string", "null"]})
 _RAW = Boolean("raw", "Send the prompt to the model as it is, without its template.")
-_IMAGES = Shaped("images", "Needs a model with vision.", read_images, {"type": ["array", "null"]})
+_IMAGES = Shaped(
+    "images", "Needs a model with vision.", read_images, {"type": ["array", "null"], "maxItems": 0}
+)
 _EMPTY = tuple(
     Shaped(name, "Not supported: only empty.", _nothing, {"type": kinds, **empty})
     for name, kinds, empty in (

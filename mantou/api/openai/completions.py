@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mantou.api.fields import Boolean, Field, Integer, Schema, Shaped, kind_of, properties, wrong
+from mantou.api import shapes
+from mantou.api.fields import Boolean, Field, Integer, Schema, Shaped, kind_of, properties, whole, wrong
 from mantou.api.generation import Answer
 from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
 from mantou.api.openai.logprobs import text_logprobs
@@ -46,10 +47,6 @@ class CompletionAsk:
         return bool(self.grammar or self.generation.grammar)
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _one_prompt(value: Any, where: str, name: str) -> RawPrompt:
     if isinstance(value, str):
         if not value:
@@ -59,13 +56,14 @@ def _one_prompt(value: Any, where: str, name: str) -> RawPrompt:
         raise BadRequest(
             f"{where} must be a string or a list of token ids, got {kind_of(value)}.", param=name
         )
-    if not value or not all(_is_token(token) for token in value):
+    tokens = [token for entry in value if (token := whole(entry)) is not None]
+    if not value or len(tokens) < len(value):
         raise BadRequest(f"{where} must be a list of token ids with at least one of them.", param=name)
-    return tuple(cast("list[int]", value))
+    return tuple(tokens)
 
 
 def _prompts(value: Any, name: str) -> tuple[RawPrompt, ...]:
-    if isinstance(value, list) and value and not _is_token(value[0]):
+    if isinstance(value, list) and value and whole(value[0]) is None:
         return tuple(_one_prompt(entry, f"{name}[{index}]", name) for index, entry in enumerate(value))
     return (_one_prompt(value, name, name),)
 
@@ -74,11 +72,12 @@ def _logprobs(value: Any, name: str) -> int | None:
     """OpenAI's number of alternatives; mlx-lm clients send true or false here."""
     if isinstance(value, bool):
         return 0 if value else None
-    if not isinstance(value, int):
+    number = whole(value)
+    if number is None:
         raise wrong(name, "a whole number", value)
-    if not 0 <= value <= MAX_TOP_LOGPROBS:
+    if not 0 <= number <= MAX_TOP_LOGPROBS:
         raise BadRequest(f"{name} must be between 0 and {MAX_TOP_LOGPROBS}.", param=name)
-    return value
+    return number
 
 
 def _nothing(value: Any, name: str) -> None:
@@ -94,7 +93,7 @@ _PROMPT = Shaped(
     "prompt",
     "A text, a list of token ids, or a list of either (an answer for each).",
     _prompts,
-    {"type": ["string", "array"]},
+    shapes.PROMPT,
 )
 _ECHO = Boolean("echo", "Send the prompt in front of the answer.")
 _SUFFIX = Shaped("suffix", "Not supported.", _nothing, {"type": ["string", "null"], "maxLength": 0})

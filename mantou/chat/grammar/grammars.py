@@ -1,8 +1,8 @@
 """What an answer must be, compiled for one tokenizer: schemas, regexes, grammars, choices and enforced tool calls.
 
 `write` turns a request's wishes into a grammar and compiles it, on the caller's thread; `make` hands the engine a
-constraint over what was compiled. Reasoning comes first and is free; the end of sequence is allowed exactly where the
-grammar is satisfied. Knows no HTTP, no engine and no arrays beyond a mask.
+constraint over what was compiled. Reasoning comes first and is free, up to its budget; the end of sequence is allowed
+exactly where the grammar is satisfied. Knows no HTTP, no engine and no arrays beyond a mask.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from mantou.chat.grammar.constraint import GrammarConstraint
+    from mantou.protocols import Constraint
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar; larger ones come from no real client
 MAX_MESSAGE = 300
@@ -91,13 +92,19 @@ class Grammars:
         self._get(text, wish.param if wish is not None else "tools")
         return text
 
-    def make(self, request: Request) -> GrammarConstraint | None:
+    def make(self, request: Request) -> Constraint | None:
         """The Constraints seam."""
-        if not request.grammar:
-            return None
+        found = self._grammar(request.grammar) if request.grammar else None
+        if request.reasoning_budget is None:
+            return found
+        from mantou.chat.grammar.budget import BudgetConstraint
+
+        return BudgetConstraint(self._tokenizer, request.reasoning_budget, found)
+
+    def _grammar(self, text: str) -> GrammarConstraint:
         from mantou.chat.grammar.constraint import GrammarConstraint
 
-        matcher = self._get(request.grammar, "response_format").deep_copy()
+        matcher = self._get(text, "response_format").deep_copy()
         return GrammarConstraint(matcher, self._num_tokens, sorted(self._tokenizer.eos))
 
     # ------------------------------------------------------------------ the answer
