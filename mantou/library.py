@@ -23,7 +23,7 @@ import numpy as np
 
 from mantou import build
 from mantou.api.generation import Answer
-from mantou.api.planning import RowOptions, answer_budget, answer_grammar
+from mantou.api.planning import RowOptions, answer_budget, answer_grammar, check_length
 from mantou.api.wishes import split
 from mantou.build_embeddings import add_embeddings
 from mantou.build_facts import because, model_id
@@ -131,6 +131,7 @@ class Model:
     ) -> Iterator[TextEvent]:
         """Continues plain text piece by piece."""
         wishes, sampling = split(options)
+        self._check_length(text)
         prompt = Prompt(tuple(self.tokenizer.encode(text, add_special_tokens=True)), text)
         return self._stream(prompt, wishes.for_text(), max_tokens, stop, sampling)
 
@@ -207,7 +208,12 @@ class Model:
 
     def _prompt(self, chat: Chat, wanted: RowOptions) -> Prompt:
         kwargs = {} if wanted.thinking is None else {"enable_thinking": wanted.thinking}
-        return self.template.render(_messages(chat), tools=wanted.tools or None, kwargs=kwargs)
+        return self.template.render(
+            _messages(chat), tools=wanted.tools or None, kwargs=kwargs, check=self._check_length
+        )
+
+    def _check_length(self, text: str) -> None:
+        check_length(self.tokenizer, self.info.context_length, because(self.info), text)
 
     def _stream(
         self,

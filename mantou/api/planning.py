@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mantou.api import defaults
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from mantou.api.service import Loaded
     from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.reasoning import ReasoningFormat
+    from mantou.chat.tokenizer import Tokenizer
     from mantou.chat.tools import ToolUse
     from mantou.config import Config
 
 # One body may ask for this many sequences in all (prompts x n); more is a batch job, not a request.
 MAX_ROWS = 64
+# Every vocabulary has a token of more characters than this, so a text of less of them for each token may fit.
+_SHORT_TOKEN = 4
 
 
 class Encoder(Protocol):
@@ -179,8 +183,28 @@ def answer_budget(shared: int | None, options: RowOptions, prompt: Prompt) -> Re
     return options.reasoning.budget(asked, opened=prompt.reasoning_open)
 
 
+def length_check(loaded: Loaded, config: Config) -> Callable[[str], None]:
+    """Refuses a text whose bytes alone prove that it does not fit, before it is tokenised. Raises ContextOverflow."""
+    return partial(check_length, loaded.tokenizer, _context(loaded, config), _because(loaded))
+
+
+def check_length(tokenizer: Tokenizer, context: int, because: str, text: str) -> None:
+    if len(text) <= context * _SHORT_TOKEN:
+        return
+    least = tokenizer.least_tokens(text)
+    if least >= context:
+        raise ContextOverflow(
+            f"The prompt has {len(text)} characters, at least {least} tokens, but the context holds {context} "
+            f"with the answer{because}; shorten the prompt or use a model with a longer context."
+        )
+
+
+def _context(loaded: Loaded, config: Config) -> int:
+    return min(loaded.info.context_length, config.context_length or loaded.info.context_length)
+
+
 def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:
-    context = min(loaded.info.context_length, config.context_length or loaded.info.context_length)
+    context = _context(loaded, config)
     room = context - len(prompt.tokens)
     if room <= 0:
         raise ContextOverflow(

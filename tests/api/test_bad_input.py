@@ -76,6 +76,8 @@ SHARED = [
     ("hlg", 1, "hlg must be an object, got a number."),
     ("hlg", {"width": "wide"}, "hlg.width must be a number, got a string."),
     ("adapter", 1, "adapter must be a string, got a number."),
+    ("thinking_budget", -1, "thinking_budget must be at least 0, got -1."),
+    ("thinking_token_budget", "all", "thinking_token_budget must be a whole number, got a string."),
     ("speculation", True, "speculation must be an object or false, got a boolean."),
     ("speculation", {"kind": 1}, "speculation.kind must be a string, got a number."),
     (
@@ -88,6 +90,8 @@ SHARED = [
     ("top_logprobs", 21, "top_logprobs must be between -1 and 20, got 21."),
 ]
 CHAT_ONLY = [
+    ("reasoning", "high", "reasoning must be an object, got a string."),
+    ("reasoning", {"max_tokens": 1.5}, "reasoning.max_tokens must be a whole number, got 1.5."),
     ("prediction", "text", "prediction must be an object, got a string."),
     ("prediction", {"content": [3]}, "prediction must be of type content, its content a string or a list"),
     ("messages", None, "messages is missing; send a list with at least one message."),

@@ -241,12 +241,12 @@ def test_a_form_of_the_answer_is_kept_as_by_the_server(model: Model) -> None:
 
 
 def test_a_required_call_is_made_and_read(model: Model, tmp_path: Path) -> None:
-    template = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + chat_folders.CHATML
+    template = "{% if tools %}<tool_call>{% endif %}" + chat_folders.CHATML
     able = write_chat_model(tmp_path / "able")
     (able / "chat_template.jinja").write_text(template, "utf-8")
     with mantou.load(str(able)) as loaded:
         wish: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-        answer = loaded.generate(QUESTIONS[0], max_tokens=200, **wish)
+        answer = loaded.generate(QUESTIONS[0], max_tokens=None, **wish)
     (call,) = answer.tool_calls
     assert (call.name, json.loads(call.arguments)["city"] in ("Oslo", "Rome")) == ("weather", True)
     assert (answer.text, answer.finish) == ("", "tool_calls")

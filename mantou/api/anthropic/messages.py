@@ -26,7 +26,7 @@ from mantou.api.anthropic.wire import (
 from mantou.api.fields import Field, Integer, Object, Schema, Shaped, kind_of, properties, wrong
 from mantou.api.generation import Answer
 from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
-from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.planning import Head, Job, RowOptions, length_check, plan_rows
 from mantou.data import TextEvent, Usage
 from mantou.errors import BadRequest
 
@@ -155,7 +155,7 @@ class AnthropicMessages:
     def plan(self, ask: MessagesAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
         """Renders the prompt. Raises BadRequest where the model cannot do what is asked."""
         template = loaded.template
-        prompt = render(ask.prompt, loaded, config)
+        prompt = render(ask.prompt, loaded, config, length_check(loaded, config))
         head = Head(f"msg_{secrets.token_hex(12)}", created, loaded.info.id, fingerprint)
         options = RowOptions(
             thinking=thinks(ask.prompt, config) if template.supports_thinking else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -186,8 +186,12 @@ def thinks(ask: PromptAsk, config: Config) -> bool | None:
     )
 
 
-def render(ask: PromptAsk, loaded: Loaded, config: Config) -> Prompt:
-    """The prompt. Raises BadRequest where the model's template cannot say what is asked."""
+def render(
+    ask: PromptAsk, loaded: Loaded, config: Config, check: Callable[[str], None] = lambda text: None
+) -> Prompt:
+    """The prompt, whose text is shown to `check` before it is tokenised. Raises BadRequest where the model's template
+    cannot say what is asked.
+    """
     if ask.tools and not loaded.template.supports_tools:
         raise BadRequest(
             "The chat template of this model cannot describe tools; use a model that can, or leave tools out.",
@@ -204,4 +208,5 @@ def render(ask: PromptAsk, loaded: Loaded, config: Config) -> Prompt:
         tools=ask.tools or None,
         kwargs=kwargs,
         continue_final=ask.conversation.continues,
+        check=check,
     )

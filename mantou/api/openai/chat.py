@@ -33,7 +33,7 @@ from mantou.api.openai.wire import (
     encode,
     usage_body,
 )
-from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.planning import Head, Job, RowOptions, length_check, plan_rows
 from mantou.api.sse import DONE
 from mantou.api.structured import FORMAT
 from mantou.data import Grammar, Message, TextEvent, Usage
@@ -174,7 +174,10 @@ class OpenAIChat:
             )
         think = defaults.thinking(ask.template_kwargs, ask.effort, config.defaults)
         prompt = loaded.template.render(
-            ask.messages, tools=ask.tools or None, kwargs=_template_kwargs(ask, think)
+            ask.messages,
+            tools=ask.tools or None,
+            kwargs=_template_kwargs(ask, think),
+            check=length_check(loaded, config),
         )
         head = Head(f"chatcmpl-{uuid4()}", created, loaded.info.id, fingerprint)
         options = RowOptions(

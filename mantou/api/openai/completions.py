@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -13,7 +13,7 @@ from mantou.api.generation import Answer
 from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
 from mantou.api.openai.logprobs import text_logprobs
 from mantou.api.openai.wire import Completion, TextChoice, encode, usage_body
-from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.planning import Head, Job, RowOptions, length_check, plan_rows
 from mantou.api.sse import DONE
 from mantou.api.structured import FORMAT
 from mantou.data import Grammar, Prompt, TextEvent, Usage
@@ -137,7 +137,8 @@ class OpenAICompletions:
 
     def plan(self, ask: CompletionAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
         """Tokenises the prompts. Raises BadRequest where the model cannot do what is asked."""
-        prompts = [_tokenise(prompt, loaded) for prompt in ask.prompts]
+        check = length_check(loaded, config)
+        prompts = [_tokenise(prompt, loaded, check) for prompt in ask.prompts]
         head = Head(f"cmpl-{uuid4()}", created, loaded.info.id, fingerprint)
         options = RowOptions(
             logprobs=ask.num_top is not None, top_logprobs=ask.num_top or 0, grammar=ask.grammar
@@ -151,8 +152,9 @@ class OpenAICompletions:
         return {"type": "object", "required": ["prompt"], "properties": properties((*_OWN, *TABLE))}
 
 
-def _tokenise(prompt: RawPrompt, loaded: Loaded) -> Prompt:
+def _tokenise(prompt: RawPrompt, loaded: Loaded, check: Callable[[str], None]) -> Prompt:
     if isinstance(prompt, str):
+        check(prompt)
         tokens = tuple(loaded.tokenizer.encode(prompt, add_special_tokens=True))
         return Prompt(tokens, prompt)
     for token in prompt:

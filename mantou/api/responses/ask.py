@@ -162,8 +162,9 @@ _INPUT = Shaped(
 _INSTRUCTIONS = Text("instructions", "Comes first; those of the previous response if it is silent.")
 _TOOLS = Shaped(
     "tools",
-    "Functions, custom tools and namespaces of functions. A custom tool's grammar is told to the model and not "
-    "enforced. Tools that OpenAI would run are left out; a list of only such is refused.",
+    "Functions, custom tools and namespaces of functions. A custom tool's grammar is enforced if it is a regex or "
+    "Lark whose rules never lead back to themselves, without %ignore; other Lark is told to the model only. Tools that "
+    "OpenAI would run are left out; a list of only such is refused.",
     read_tools,
     shapes.RESPONSES_TOOLS,
 )

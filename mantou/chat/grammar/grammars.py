@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mantou.chat.grammar.calls import MAX_CALLS, Tool, calls, has_grammar, trigger
 from mantou.chat.grammar.lark import ANYTHING, Lark
-from mantou.chat.grammar.regex import check_regex
+from mantou.chat.grammar.regex import check_regex, unanchored
 from mantou.chat.grammar.schema import bounded
 from mantou.chat.reasoning import ReasoningFormat
 from mantou.chat.tokenizer import Tokenizer
@@ -224,7 +224,7 @@ def _content(lark: Lark, wish: Grammar) -> str:
             from llguidance import regex_to_lark
 
             check_regex(wish.source, wish.param)
-            return lark.terminal(regex_to_lark(_unanchored(wish.source), ""))
+            return lark.terminal(regex_to_lark(unanchored(wish.source), ""))
         case "choice":
             texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(wish.source)]
             return lark.rule("choice", " | ".join(texts))
@@ -245,13 +245,6 @@ def _as_lark(wish: Grammar) -> str:
         raise BadRequest(
             f"{wish.param} is not GBNF that can be read: {_reason(str(error))}", param=wish.param
         ) from None
-
-
-def _unanchored(regex: str) -> str:
-    """A grammar's regex always matches the whole; anchors at its ends say the same."""
-    body = regex.removeprefix("^")
-    slashes = len(body[:-1]) - len(body[:-1].rstrip("\\"))
-    return body[:-1] if body.endswith("$") and slashes % 2 == 0 else body
 
 
 def _reasoning(lark: Lark, setting: Setting) -> str:
