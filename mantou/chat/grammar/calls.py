@@ -263,6 +263,12 @@ STYLES: Mapping[str, Style] = {
         _json,
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "kimi_k3": Style(
+        '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        _json,
+        ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+    ),
     "harmony": Style(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", _json, single=True
     ),

@@ -37,7 +37,32 @@ _NUM_CACHED = 128
 # Units of llguidance. Its own limits let one regex take ten seconds of the model's thread.
 _START_FUEL, _STEP_FUEL, _MAX_STATES, _MAX_SYMBOLS = 200_000, 200_000, 50_000, 200_000
 _GAP = r"\n{0,2}"  # between reasoning and answer
-_HARMONY_END = "<|end|><|start|>assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """How a format that frames whole answers writes its parts. `end` may close the whole."""
+
+    reasoning: tuple[str, str]
+    text: tuple[str, str]
+    end: str = ""
+    most_reasoning: int = 1  # blocks
+    text_and_calls: bool = False  # in one answer
+
+
+_FRAMES: Mapping[str, _Frame] = {
+    "harmony": _Frame(
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ("<|channel|>final<|message|>", ""),
+        most_reasoning=2,
+    ),
+    "kimi_k3": _Frame(
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        end="<|close|>message<|sep|>",
+        text_and_calls=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +135,9 @@ class Grammars:
     # ------------------------------------------------------------------ the answer
     def _answer(self, lark: Lark, wish: Grammar | None, setting: Setting) -> str:
         use = setting.tools
-        own = use.form.reasoning if use is not None else None
-        if own is not None and use is not None and use.form.name != "harmony":
-            raise BadRequest(
-                "Structured output is not supported yet for the way in which this model frames its answers.",
-                param=wish.param if wish is not None else "tool_choice",
-            )
-        framed = own is not None
+        if use is not None and use.form.reasoning is not None:
+            return self._framed(lark, wish, setting, _FRAMES[use.form.name])
         content = _content(lark, wish) if wish is not None else None
-        if framed and content is None and setting.choice == "auto":
-            content = lark.rule("rest", ANYTHING)
-        if framed and content is not None:
-            content = lark.rule("final", f"{lark.spelled('<|channel|>final<|message|>')} {content}")
         if setting.choice != "auto":
             body = self._calls(lark, setting)
         elif content is not None:
@@ -129,8 +145,25 @@ class Grammars:
             body = lark.rule("body", " | ".join(part for part in (called, content) if part))
         else:
             body = self._free(lark, setting)
-        before = _framed_reasoning(lark, setting) if framed else _reasoning(lark, setting)
-        return f"{before} {body}".strip()
+        return f"{_reasoning(lark, setting)} {body}".strip()
+
+    def _framed(self, lark: Lark, wish: Grammar | None, setting: Setting, frame: _Frame) -> str:
+        use = setting.tools
+        assert use is not None
+        called = self._calls(lark, setting) if use.tools or setting.choice != "auto" else ""
+        before, after = frame.text
+        if setting.choice != "auto":
+            body = called
+        elif wish is not None:
+            content = f"{lark.spelled(before)} {_content(lark, wish)} {lark.spelled(after)}"
+            body = lark.rule("body", f"{called} | {content}" if called else content)
+        else:
+            rest = lark.until(after) if after else lark.rule("rest", ANYTHING)
+            more = f"({called})?" if called and frame.text_and_calls else ""
+            content = f"{lark.spelled(before)} {rest} {more}"
+            body = lark.rule("body", f"{called} | {content}" if called else content)
+        end = f"({lark.spelled(frame.end)})?" if frame.end else ""
+        return f"{_framed_reasoning(lark, setting, frame)} {body} {end}".strip()
 
     def _calls(self, lark: Lark, setting: Setting, opened: str = "") -> str:
         """`opened`: what has begun the first call already."""
@@ -258,12 +291,12 @@ def _reasoning(lark: Lark, setting: Setting) -> str:
     return f"({lark.spelled(form.open)} {rest})?" if setting.may_reason else ""
 
 
-def _framed_reasoning(lark: Lark, setting: Setting) -> str:
-    head = lark.spelled("<|channel|>analysis<|message|>")
-    rest = lark.until(_HARMONY_END)
+def _framed_reasoning(lark: Lark, setting: Setting, frame: _Frame) -> str:
+    opening, closing = frame.reasoning
+    rest = lark.until(closing)
     if setting.reasoning_open:
         return rest
-    return f"({head} {rest}){{0,2}}"
+    return f"({lark.spelled(opening)} {rest}){{0,{frame.most_reasoning}}}"
 
 
 def _reason(error: str) -> str:
