@@ -186,7 +186,7 @@ TEXT_ONLY = [
     ("prompt", ["a"] * 65, "65 prompts x n = 1 is more than 64 answers; send fewer."),
     ("suffix", "end", "suffix is not supported"),
     ("echo", 1, "echo must be true or false, got a number."),
-    ("best_of", 2, "best_of is not supported; leave it out, or set it to n."),
+    ("best_of", 17, "best_of must be between 1 and 16, got 17."),
     ("logprobs", "yes", "logprobs must be a whole number, got a string."),
     ("logprobs", 21, "logprobs must be between 0 and 20."),
 ]
@@ -212,6 +212,13 @@ def test_every_field_of_the_tables_is_in_the_bad_input_tables() -> None:
     covered = {field for field, _, _ in SHARED + CHAT_ONLY + TEXT_ONLY}
     documented = {*OpenAIChat().schema()["properties"], *OpenAICompletions().schema()["properties"]}
     assert documented - covered == set()
+
+
+def test_the_best_of_fewer_than_asked_for_or_in_a_stream_is_refused(http: httpx2.Client) -> None:
+    few = error_of(http.post(TEXT, json={"prompt": "a", "n": 3, "best_of": 2}))
+    assert few["message"] == "best_of must be at least n, which is 3, got 2."
+    streamed = error_of(http.post(TEXT, json={"prompt": "a", "best_of": 2, "stream": True}))
+    assert streamed["message"].startswith("best_of cannot be streamed")
 
 
 def test_null_is_the_same_as_absent(http: httpx2.Client) -> None:
