@@ -290,6 +290,7 @@ def make_service(
 ) -> Service:
     """The server's state. The model is fetched and loaded in the background once the HTTP layer has started."""
     from mantou.api.logs import log_request
+    from mantou.api.responses.store import open_store
     from mantou.api.service import Loaded, Service
     from mantou.api.telemetry import from_environment
     from mantou.build_embeddings import add_embeddings
@@ -349,7 +350,17 @@ def make_service(
             telemetry.close()
 
     observers = [log_request] if telemetry is None else [log_request, telemetry]
-    return Service(config, board, version=__version__, on_start=start, on_stop=stop, observers=observers)
+    return Service(
+        config,
+        board,
+        version=__version__,
+        responses=open_store(
+            config.response_store, ttl_s=config.response_ttl_s, max_bytes=config.response_bytes
+        ),
+        on_start=start,
+        on_stop=stop,
+        observers=observers,
+    )
 
 
 def library_rows(config: Config, serving: Path) -> list[Mapping[str, Any]]:

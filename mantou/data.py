@@ -74,6 +74,19 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """How many tokens of an answer may be reasoning, and how the model marks them."""
+
+    num_tokens: int
+    opened: bool  # the prompt ends inside a block
+    open: str
+    close: str
+    reopens: bool = False  # a block may open anywhere, not only at the start of the answer
+    before: str = ""  # what is written around the closing tag of a block that is cut short
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence as the engine sees it: token ids in, token ids out."""
 
@@ -95,6 +108,7 @@ class Request:
     speculation: Speculation = Speculation()
     prediction: tuple[int, ...] = ()  # text that the answer is expected to repeat
     grammar: str = ""  # what the output must match, as the maker of constraints wrote it; "" = anything
+    reasoning_budget: ReasoningBudget | None = None  # None = as long as the model likes
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,11 +22,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mantou import build
+from mantou.api.generation import Answer
+from mantou.api.planning import RowOptions, answer_budget, answer_grammar, check_length
+from mantou.api.wishes import split
 from mantou.build_embeddings import add_embeddings
 from mantou.build_facts import because, model_id
 from mantou.chat.stream import TextStream
 from mantou.config import STARTER, Config
-from mantou.data import Message, ModelInfo, Prompt, Request, Sampling, TextEvent, TokenEvent, Usage
+from mantou.data import (
+    Message,
+    ModelInfo,
+    Prompt,
+    Request,
+    Sampling,
+    TextEvent,
+    TokenEvent,
+    ToolCall,
+    Usage,
+)
 from mantou.engine.calls import CallEngine
 from mantou.engine.engine import Engine
 from mantou.errors import BadRequest, ContextOverflow, MantouError, QueueFull
@@ -46,6 +59,7 @@ class Completion:
     reasoning: str
     finish: str
     usage: Usage
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Mailboxes:
@@ -79,6 +93,7 @@ class Model:
         self.engine = engine
         self.tokenizer = assembly.tokenizer
         self.template = assembly.template
+        self.grammars = assembly.grammars
         self.embeddings = assembly.embeddings
         self._mailboxes = mailboxes
         # A model thread that still holds MLX streams aborts the interpreter at exit: a forgotten close is made up.
@@ -87,33 +102,38 @@ class Model:
         self._numbers = itertools.count()  # its `next` is atomic, a generator's is not
 
     def generate(
-        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **options: Any
     ) -> Completion:
-        """Answers a conversation: a string is one user message. `sampling` are the fields of `data.Sampling`.
+        """Answers a conversation: a string is one user message.
 
-        Greedy unless `temperature` is given. Raises MantouError if the request fails.
+        `options` are the fields of `data.Sampling` and of `api.wishes.Wishes` (response_format, grammar, tools,
+        tool_choice, thinking_budget, ...). Greedy unless `temperature` is given. Raises MantouError if the request
+        fails, BadRequest for options that cannot be honoured.
         """
-        return _fold(self.stream(chat, max_tokens=max_tokens, stop=stop, **sampling))
+        return _fold(self.stream(chat, max_tokens=max_tokens, stop=stop, **options))
 
     def stream(
-        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+        self, chat: Chat, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **options: Any
     ) -> Iterator[TextEvent]:
         """The same, piece by piece. Leaving the iterator early frees the row."""
-        prompt = self.template.render(_messages(chat))
-        return self._stream(prompt, max_tokens, stop, Sampling(**sampling))
+        wishes, sampling = split(options)
+        wanted = wishes.for_chat(self.template)
+        return self._stream(self._prompt(chat, wanted), wanted, max_tokens, stop, sampling)
 
     def complete(
-        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **options: Any
     ) -> Completion:
         """Continues plain text, without the chat template."""
-        return _fold(self.stream_text(text, max_tokens=max_tokens, stop=stop, **sampling))
+        return _fold(self.stream_text(text, max_tokens=max_tokens, stop=stop, **options))
 
     def stream_text(
-        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **sampling: Any
+        self, text: str, *, max_tokens: int | None = 512, stop: Sequence[str] = (), **options: Any
     ) -> Iterator[TextEvent]:
         """Continues plain text piece by piece."""
+        wishes, sampling = split(options)
+        self._check_length(text)
         prompt = Prompt(tuple(self.tokenizer.encode(text, add_special_tokens=True)), text)
-        return self._stream(prompt, max_tokens, stop, Sampling(**sampling))
+        return self._stream(prompt, wishes.for_text(), max_tokens, stop, sampling)
 
     def batch(
         self,
@@ -121,16 +141,18 @@ class Model:
         *,
         max_tokens: int | None = 512,
         stop: Sequence[str] = (),
-        **sampling: Any,
+        **options: Any,
     ) -> list[Completion]:
         """Answers several conversations at once, in one batch; chat i as if it were alone with seed + i."""
-        wish = Sampling(**sampling)
+        wishes, sampling = split(options)
+        wanted = wishes.for_chat(self.template)
         answers: list[Completion] = []
         streams: deque[Iterator[TextEvent]] = deque()
-        for i, prompt in enumerate([self.template.render(_messages(chat)) for chat in chats]):
+        for i, prompt in enumerate([self._prompt(chat, wanted) for chat in chats]):
+            own = replace(sampling, seed=sampling.seed + i)
             while len(streams) + len(answers) == i:
                 try:
-                    streams.append(self._stream(prompt, max_tokens, stop, replace(wish, seed=wish.seed + i)))
+                    streams.append(self._stream(prompt, wanted, max_tokens, stop, own))
                 except QueueFull:
                     if not streams:  # other threads filled the queue
                         raise
@@ -184,8 +206,22 @@ class Model:
     ) -> None:
         self.close()
 
+    def _prompt(self, chat: Chat, wanted: RowOptions) -> Prompt:
+        kwargs = {} if wanted.thinking is None else {"enable_thinking": wanted.thinking}
+        return self.template.render(
+            _messages(chat), tools=wanted.tools or None, kwargs=kwargs, check=self._check_length
+        )
+
+    def _check_length(self, text: str) -> None:
+        check_length(self.tokenizer, self.info.context_length, because(self.info), text)
+
     def _stream(
-        self, prompt: Prompt, max_tokens: int | None, stop: Sequence[str], sampling: Sampling
+        self,
+        prompt: Prompt,
+        wanted: RowOptions,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        sampling: Sampling,
     ) -> Iterator[TextEvent]:
         """Submits at once; the returned iterator only reads."""
         if len(prompt.tokens) >= self.info.context_length:
@@ -193,6 +229,9 @@ class Model:
                 f"The prompt has {len(prompt.tokens)} tokens and the context {self.info.context_length}"
                 f"{because(self.info)}; shorten it."
             )
+        tools = None
+        if wanted.reasoning is not None or wanted.tools:  # a format may frame every answer
+            tools = self.template.tool_use(wanted.tools, parallel=wanted.parallel_tools)
         request = Request(
             id=f"{self._prefix}-{next(self._numbers)}",
             prompt=prompt.tokens,
@@ -200,13 +239,15 @@ class Model:
             max_tokens=max_tokens,
             eos=self.tokenizer.eos,
             stop=tuple(stop),
+            grammar=answer_grammar(wanted.grammar, wanted, tools, prompt, self),
+            reasoning_budget=answer_budget(None, wanted, prompt),
         )
         text = TextStream(
             self.tokenizer,
             stop=stop,
-            reasoning=self.template.reasoning,
+            reasoning=wanted.reasoning,
             reasoning_open=prompt.reasoning_open,
-            tools=self.template.tool_use(()),  # for formats that frame every answer
+            tools=tools,
         )
         reader = self._read(request.id, self._mailboxes.open(request.id), text)
         next(reader)  # it has begun, so that dropping it frees the row even if nobody reads
@@ -225,12 +266,18 @@ class Model:
                     finished = True
                     raise MantouError(event.error)
                 finished = event.finish is not None
-                if (
-                    event.finish == "stop" and event.usage is None
-                ):  # a stop string: the engine does not know yet
+                if finished and event.usage is None:  # the text has ended, and the engine does not know yet
                     self.engine.cancel(request_id, "stop")
                     usage = _last(events).usage
-                    event = replace(event, usage=usage and replace(usage, completion_tokens=text.num_tokens))
+                    event = replace(
+                        event,
+                        usage=usage
+                        and replace(
+                            usage,
+                            completion_tokens=text.num_tokens,
+                            reasoning_tokens=text.num_reasoning_tokens,
+                        ),
+                    )
                 yield event
         finally:
             if not finished:
@@ -269,8 +316,13 @@ def _last(events: queue.SimpleQueue[TokenEvent]) -> TokenEvent:
 
 
 def _fold(events: Iterator[TextEvent]) -> Completion:
-    text, reasoning, last = [], [], TextEvent()
+    answer, last = Answer(), TextEvent()
     for last in events:
-        text.append(last.text)
-        reasoning.append(last.reasoning)
-    return Completion("".join(text), "".join(reasoning), last.finish or "stop", last.usage or Usage(0, 0))
+        answer.add(last)
+    return Completion(
+        "".join(answer.text),
+        "".join(answer.reasoning),
+        answer.finish or "stop",
+        last.usage or Usage(0, 0),
+        answer.calls(),
+    )

@@ -93,13 +93,22 @@ def _body(path: str, operation: Any) -> str:
 
 def _type(field: Any) -> str:
     """`number, 0 to 2`: the JSON type without null, and its bounds."""
-    named = field.get("type", "any")
-    kinds = [named] if isinstance(named, str) else named
-    shown = " or ".join(kind for kind in kinds if kind != "null")
+    kinds = dict.fromkeys(kind for kind in _types(field) if kind != "null")
+    shown = " or ".join(kinds) or "any"
     low, high = (_bound(field.get(side)) for side in ("minimum", "maximum"))
     if low and high:
         return f"{shown}, {low} to {high}"
     return f"{shown}, at least {low}" if low else shown
+
+
+def _types(field: dict[str, Any]) -> list[str]:
+    """The JSON types that a schema allows, in the order in which it names them."""
+    if "anyOf" in field:
+        return [kind for option in field["anyOf"] for kind in _types(option)]
+    if "type" in field:
+        return [field["type"]] if isinstance(field["type"], str) else field["type"]
+    names = {bool: "boolean", str: "string", int: "integer", type(None): "null"}
+    return [names[type(value)] for value in field.get("enum", [field["const"]] if "const" in field else [])]
 
 
 def _bound(value: float | None) -> str:

@@ -110,7 +110,8 @@ class KeyGate:
 
     async def _meter(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
         """Takes from the key's quotas, and says in the response what is left of them."""
-        send = self._with_quotas(key, send)
+        anthropic = scope["path"].startswith("/v1/messages")  # its SDKs look for names of their own
+        send = self._with_quotas(key, send, anthropic=anthropic)
         try:
             self._quotas.admit(key)
         except RateLimited as error:
@@ -145,12 +146,11 @@ class KeyGate:
         headers = {"www-authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
         await error_response(error, headers)(scope, receive, send)
 
-    def _with_quotas(self, key: Key, send: Send) -> Send:
+    def _with_quotas(self, key: Key, send: Send, *, anthropic: bool) -> Send:
         async def send_with(message: Message) -> None:
             if message["type"] == "http.response.start":
-                quotas = [
-                    (name.encode(), value.encode()) for name, value in self._quotas.headers(key).items()
-                ]
+                left = self._quotas.headers(key) | (self._quotas.anthropic_headers(key) if anthropic else {})
+                quotas = [(name.encode(), value.encode()) for name, value in left.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *quotas]}
             await send(message)
 

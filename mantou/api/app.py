@@ -41,7 +41,6 @@ from mantou.api.requests_admin import RequestsAdmin
 from mantou.api.responses.errors import ResponsesEnvelope
 from mantou.api.responses.route import ResponsesRoutes
 from mantou.api.responses.runs import Runs
-from mantou.api.responses.store import open_store
 from mantou.api.service import Service
 from mantou.errors import MantouError
 
@@ -67,9 +66,7 @@ def create_app(service: Service) -> Starlette:
     routes: list[BaseRoute] = [
         Route(dialect.path, GenerationRoute(service, dialect), methods=["POST"]) for dialect in DIALECTS
     ]
-    config = service.config
-    store = open_store(config.response_store, ttl_s=config.response_ttl_s, max_bytes=config.response_bytes)
-    responses = ResponsesRoutes(service, store)
+    responses = ResponsesRoutes(service, service.responses)
     routes += responses.routes()
     service.num_background = lambda: responses.runs.num_running
     routes.append(Route(TokenCount.path, TokenCount(service), methods=["POST"]))

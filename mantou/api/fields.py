@@ -44,6 +44,13 @@ def wrong(name: str, expected: str, value: object) -> BadRequest:
     return BadRequest(f"{name} must be {expected}, got {kind_of(value)}.", param=name)
 
 
+def whole(value: object) -> int | None:
+    """A whole number, also as JSON may write it: 16.0 and 1.6e1 are 16. None for everything else."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def shown(value: float) -> str:
     """A number short enough for a sentence."""
     if isinstance(value, int) and abs(value) >= 10**15:
@@ -114,12 +121,13 @@ class Integer:
         value = body.get(self.name)
         if value is None:
             return None
-        if isinstance(value, float):
+        number = whole(value)
+        if number is None and isinstance(value, float):
             raise BadRequest(f"{self.name} must be a whole number, got {shown(value)}.", param=self.name)
-        if isinstance(value, bool) or not isinstance(value, int):
+        if number is None:
             raise wrong(self.name, "a whole number", value)
-        _check_range(self.name, value, self.low, self.high)
-        return value
+        _check_range(self.name, number, self.low, self.high)
+        return number
 
     def schema(self) -> Schema:
         return _range_schema("integer", self.doc, self.low, self.high)
@@ -165,10 +173,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """A JSON object, passed on as it is once its depth is checked."""
+    """A JSON object, passed on as it is once its depth is checked. `shape`: what a caller makes of it."""
 
     name: str
     doc: str
+    shape: Schema = field(default_factory=dict)
 
     def read(self, body: Mapping[str, Any]) -> dict[str, Any] | None:
         value = body.get(self.name)
@@ -180,7 +189,7 @@ class Object:
         return value
 
     def schema(self) -> Schema:
-        return {"type": ["object", "null"], "description": self.doc}
+        return {"type": ["object", "null"], **self.shape, "description": self.doc}
 
 
 @dataclass(frozen=True, slots=True)

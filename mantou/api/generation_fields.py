@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mantou.api import shapes
 from mantou.api.fields import HUGE, Boolean, Field, Integer, Number, Object, Shaped, Text, kind_of, wrong
 from mantou.api.structured import EXTENSIONS, read_extensions
 from mantou.data import Grammar, Speculation
@@ -58,6 +59,7 @@ class GenerationAsk:
     session: str | None = None
     speculation: Speculation = _AS_SERVED
     grammar: Grammar | None = None  # structured_outputs and guided_*
+    thinking_budget: int | None = None
 
 
 def _stop(value: Any, name: str) -> tuple[str, ...]:
@@ -145,13 +147,17 @@ def _curve(value: Any, name: str) -> CurveAsk:
 
 
 STREAM = Boolean("stream", "Send the answer as server-sent events while it is made.")
-STREAM_OPTIONS = Object("stream_options", "`include_usage`: send usage in a chunk of its own before the end.")
+STREAM_OPTIONS = Object(
+    "stream_options",
+    "`include_usage`: send usage in a chunk of its own before the end.",
+    shapes.STREAM_OPTIONS,
+)
 N = Integer("n", "How many answers; answer i uses seed + i.", 1, MAX_CHOICES)
 STOP = Shaped(
     "stop",
     f"Up to {MAX_STOPS} strings that end the answer and are not part of it; empty ones are ignored.",
     _stop,
-    {"type": ["string", "array", "null"], "items": {"type": "string"}},
+    shapes.STOPS,
 )
 MAX_TOKENS = Integer(
     "max_tokens", "Most tokens to generate; silent = until the model ends or the context is full.", 1
@@ -167,7 +173,7 @@ LOGIT_BIAS = Shaped(
     "logit_bias",
     "Token id (as a string) to a number that is added to its logit.",
     _logit_bias,
-    {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
+    shapes.LOGIT_BIAS,
 )
 ADAPTER = Shaped(
     "adapter", "An adapter's id, several as a+b, or none.", _adapters, {"type": ["string", "null"]}
@@ -178,16 +184,19 @@ SPECULATION = Shaped(
     "speculation",
     "How tokens are guessed ahead; false = not at all. The answer is the same in every case.",
     _speculation,
-    {
-        "type": ["object", "boolean", "null"],
-        "properties": {entry.name: entry.schema() for entry in (DRAFT_KIND, NUM_DRAFT_TOKENS)},
-    },
+    shapes.either(
+        {
+            "type": ["object", "null"],
+            "properties": {entry.name: entry.schema() for entry in (DRAFT_KIND, NUM_DRAFT_TOKENS)},
+        },
+        {"const": False},
+    ),
 )
 PREDICTION = Shaped(
     "prediction",
     "Text that the answer is expected to repeat in large parts: it comes faster where it does.",
     _prediction,
-    {"type": ["object", "null"]},
+    shapes.PREDICTION,
 )
 MODEL = Text("model", "Ignored: the server answers with the model it has loaded.")
 
@@ -207,6 +216,15 @@ _PLAIN: tuple[Field[Any], ...] = (
     Number("frequency_penalty", "Taken from the logit of a seen token for each time it was seen."),
     Integer("frequency_context_size", "How many last tokens count as seen; 0 = all.", 0, 10**9),
 )
+THINKING_BUDGET = Integer(
+    "thinking_budget",
+    "Most tokens of reasoning: there it is ended, and the answer begins. The closing tag comes on top.",
+    0,
+)
+_BUDGETS = (
+    THINKING_BUDGET,
+    Integer("thinking_token_budget", "The same as thinking_budget, and gives way to it.", 0),
+)
 _SESSION = (
     Text("session_id", "Keeps the prompt cache of one conversation together."),
     Text("prompt_cache_key", "The same as session_id, and gives way to it."),
@@ -225,6 +243,7 @@ TABLE: tuple[Field[Any], ...] = (
     CURVE,
     ADAPTER,
     SPECULATION,
+    *_BUDGETS,
     *_SESSION,
     *EXTENSIONS,
 )
@@ -247,6 +266,7 @@ def read_generation(body: Mapping[str, Any], headers: Mapping[str, str]) -> Gene
         session=read_session(body, headers),
         speculation=SPECULATION.read(body) or Speculation(),
         grammar=read_extensions(body),
+        thinking_budget=read_budget(body),
         **plain,
     )
 
@@ -259,6 +279,11 @@ def _include_usage(body: Mapping[str, Any]) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise wrong("stream_options.include_usage", "true or false", value)
     return value or False
+
+
+def read_budget(body: Mapping[str, Any]) -> int | None:
+    """Most tokens of reasoning; None = as the model likes. Raises BadRequest."""
+    return next((value for entry in _BUDGETS if (value := entry.read(body)) is not None), None)
 
 
 def read_session(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:

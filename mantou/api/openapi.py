@@ -196,7 +196,7 @@ def _action(path: str, doc: str, body: Schema, refs: Mapping[Any, Schema]) -> Sc
     return {
         "operationId": path.strip("/").replace("/", "_"),
         "summary": doc,
-        "requestBody": {"required": False, **_content("application/json", body)},
+        "requestBody": {"required": path != "/admin/cache/flush", **_content("application/json", body)},
         "responses": {
             "200": {"description": doc, **_content("application/json", _OBJECT)},
             **_errors(refs, "400", "413", "503"),

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mantou.api import defaults
 from mantou.api.generation import Answer, RowPlan
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.structured import one_grammar
-from mantou.data import Grammar, Prompt, Request, TextEvent, Usage
+from mantou.data import Grammar, Prompt, ReasoningBudget, Request, TextEvent, Usage
 from mantou.errors import BadRequest, ContextOverflow
 
 if TYPE_CHECKING:
     from mantou.api.service import Loaded
+    from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.reasoning import ReasoningFormat
+    from mantou.chat.tokenizer import Tokenizer
     from mantou.chat.tools import ToolUse
     from mantou.config import Config
 
 # One body may ask for this many sequences in all (prompts x n); more is a batch job, not a request.
 MAX_ROWS = 64
+# Every vocabulary has a token of more characters than this, so a text of less of them for each token may fit.
+_SHORT_TOKEN = 4
 
 
 class Encoder(Protocol):
@@ -74,6 +79,7 @@ class RowOptions:
     tool_choice: Literal["auto", "required", "named"] = "auto"  # required: at least one call
     tool_name: str | None = None  # the tool that must be called, where one is named
     grammar: Grammar | None = None  # what the answer must be, where the dialect has a field of its own for it
+    thinking_budget: int | None = None  # likewise, most tokens of reasoning
 
 
 def plan_rows(
@@ -105,7 +111,7 @@ def plan_rows(
     rows: list[RowPlan] = []
     for number, prompt in enumerate(prompts):
         limit = defaults.max_tokens(ask, config.defaults, _room(prompt, loaded, config))
-        grammar = _grammar(ask, options, tools, prompt, loaded)
+        grammar = answer_grammar(one_grammar(options.grammar, ask.grammar), options, tools, prompt, loaded)
         for choice in range(ask.n):
             sampling = defaults.sampling(
                 ask,
@@ -132,6 +138,7 @@ def plan_rows(
                 boundaries=prompt.boundaries,
                 stop=ask.stop,
                 grammar=grammar,
+                reasoning_budget=answer_budget(ask.thinking_budget, options, prompt),
             )
             rows.append(
                 RowPlan(request, ask.stop, options.reasoning, prompt.reasoning_open, number, tools=tools)
@@ -139,11 +146,17 @@ def plan_rows(
     return tuple(rows)
 
 
-def _grammar(
-    ask: GenerationAsk, options: RowOptions, tools: ToolUse | None, prompt: Prompt, loaded: Loaded
+class Compiling(Protocol):
+    """Who has the compiler of grammars."""
+
+    @property
+    def grammars(self) -> Grammars: ...
+
+
+def answer_grammar(
+    wish: Grammar | None, options: RowOptions, tools: ToolUse | None, prompt: Prompt, loaded: Compiling
 ) -> str:
     """The grammar of the answer, compiled; "" if it is free. Raises BadRequest."""
-    wish = one_grammar(options.grammar, ask.grammar)
     strict = frozenset(tool["function"]["name"] for tool in options.tools if tool["function"].get("strict"))
     if wish is None and options.tool_choice == "auto" and not strict:
         return ""
@@ -162,8 +175,36 @@ def _grammar(
     return loaded.grammars.write(wish, setting)
 
 
+def answer_budget(shared: int | None, options: RowOptions, prompt: Prompt) -> ReasoningBudget | None:
+    """The dialect's own field, else the shared one. A model without reasoning keeps every budget."""
+    asked = options.thinking_budget if options.thinking_budget is not None else shared
+    if asked is None or options.reasoning is None:
+        return None
+    return options.reasoning.budget(asked, opened=prompt.reasoning_open)
+
+
+def length_check(loaded: Loaded, config: Config) -> Callable[[str], None]:
+    """Refuses a text whose bytes alone prove that it does not fit, before it is tokenised. Raises ContextOverflow."""
+    return partial(check_length, loaded.tokenizer, _context(loaded, config), _because(loaded))
+
+
+def check_length(tokenizer: Tokenizer, context: int, because: str, text: str) -> None:
+    if len(text) <= context * _SHORT_TOKEN:
+        return
+    least = tokenizer.least_tokens(text)
+    if least >= context:
+        raise ContextOverflow(
+            f"The prompt has {len(text)} characters, at least {least} tokens, but the context holds {context} "
+            f"with the answer{because}; shorten the prompt or use a model with a longer context."
+        )
+
+
+def _context(loaded: Loaded, config: Config) -> int:
+    return min(loaded.info.context_length, config.context_length or loaded.info.context_length)
+
+
 def _room(prompt: Prompt, loaded: Loaded, config: Config) -> int:
-    context = min(loaded.info.context_length, config.context_length or loaded.info.context_length)
+    context = _context(loaded, config)
     room = context - len(prompt.tokens)
     if room <= 0:
         raise ContextOverflow(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 from mantou.api.keys import Key
 from mantou.errors import MantouError
@@ -71,13 +72,23 @@ class Quotas:
         if bucket is not None:
             bucket.level -= num_tokens
 
-    def headers(self, key: Key) -> Mapping[str, str]:
+    def headers(self, key: Key) -> dict[str, str]:
         """OpenAI's x-ratelimit-* headers for the quotas that the key has; reset = until the bucket is full."""
         found: dict[str, str] = {}
         for kind, bucket in self._filled(key).items():
             found[f"x-ratelimit-limit-{kind}"] = str(bucket.limit)
             found[f"x-ratelimit-remaining-{kind}"] = str(max(math.floor(bucket.level), 0))
             found[f"x-ratelimit-reset-{kind}"] = f"{bucket.wait_s(bucket.limit):.3f}s"
+        return found
+
+    def anthropic_headers(self, key: Key) -> dict[str, str]:
+        """The same with Anthropic's names; reset is a point in time (RFC 3339)."""
+        found: dict[str, str] = {}
+        for kind, bucket in self._filled(key).items():
+            full_at = datetime.now(UTC) + timedelta(seconds=bucket.wait_s(bucket.limit))
+            found[f"anthropic-ratelimit-{kind}-limit"] = str(bucket.limit)
+            found[f"anthropic-ratelimit-{kind}-remaining"] = str(max(math.floor(bucket.level), 0))
+            found[f"anthropic-ratelimit-{kind}-reset"] = f"{full_at:%Y-%m-%dT%H:%M:%SZ}"
         return found
 
     def _filled(self, key: Key) -> dict[str, Bucket]:

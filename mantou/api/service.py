@@ -16,6 +16,7 @@ from mantou.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from mantou.api.embeddings.service import EmbeddingService
+    from mantou.api.responses.store import ResponseStore
     from mantou.chat.grammar.grammars import Grammars
     from mantou.chat.template import ChatTemplate
     from mantou.chat.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class Service:
         board: Board,
         *,
         version: str,
+        responses: ResponseStore,
         on_start: Callable[[Service], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         heartbeat_s: float = 15.0,
@@ -88,6 +90,7 @@ class Service:
         self.config = config
         self.board = board
         self.version = version
+        self.responses = responses
         self.on_start = on_start
         self.on_stop = on_stop
         self.heartbeat_s = heartbeat_s

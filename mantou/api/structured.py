@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 
+from mantou.api import shapes
 from mantou.api.fields import Field, Shaped, check_depth, kind_of, wrong
 from mantou.data import Grammar
 from mantou.errors import BadRequest
@@ -148,13 +149,13 @@ def _structured(value: Any, name: str) -> Grammar | None:
 
 
 def _guided(key: str) -> Field[Grammar]:
-    shapes = {"json_schema": ["object", "string", "boolean", "null"], "choice": ["array", "null"]}
+    shown = {"json_schema": shapes.SCHEMA, "choice": shapes.CHOICES}
     kind = _GUIDED[key]
     return Shaped(
         key,
         f"The same as structured_outputs.{key.removeprefix('guided_')}.",
         lambda value, name: _of(kind, value, name),
-        {"type": shapes.get(kind, ["string", "null"])},
+        shapes.either(shown.get(kind, shapes.SOME_TEXT), shapes.NULL),
     )
 
 
@@ -163,7 +164,7 @@ FORMAT = Shaped(
     "What the answer is: type text, json_object, json_schema (`json_schema`: {`schema`: ...}), regex (`regex`), lark "
     "(`lark`) or choice (`choice`: a list of texts).",
     read_format,
-    {"type": ["object", "null"], "properties": {"type": {"type": "string", "enum": list(_KINDS)}}},
+    shapes.RESPONSE_FORMAT,
 )
 EXTENSIONS: tuple[Field[Grammar | None], ...] = (
     Shaped(
@@ -171,7 +172,7 @@ EXTENSIONS: tuple[Field[Grammar | None], ...] = (
         "What the answer is, with any route: one of json (a schema), regex, choice, grammar (Lark or GBNF) or "
         "json_object.",
         _structured,
-        {"type": ["object", "null"]},
+        shapes.STRUCTURED_OUTPUTS,
     ),
     *(_guided(key) for key in _GUIDED),
 )

@@ -89,3 +89,14 @@ class PieceDetokenizer:
         text = self._decode(self._anchor + self._run)[self._anchor_length :]
         self._run = []
         return text
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet for bytes: printable Latin-1 stands for itself, the rest for U+0100 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return table | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()

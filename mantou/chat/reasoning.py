@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from mantou.data import ReasoningBudget
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
@@ -14,7 +16,8 @@ class ReasoningFormat:
     With `ids`, the tags are special tokens: they are recognised by id, anywhere, and never by their
     spelling. Without, they are text, and an opening tag counts only at the start of the answer: a model that
     explains the tag in its answer does not hide the rest of it. `marked`: a tool format that frames whole answers
-    writes the marks below in place of the tags.
+    writes the marks below in place of the tags. `before` and `after`: what models of this format write around the
+    closing tag, for a block that is cut short.
     """
 
     name: str
@@ -23,10 +26,17 @@ class ReasoningFormat:
     header: str = ""
     ids: tuple[int, int] | None = None
     marked: bool = False
+    before: str = ""
+    after: str = ""
+
+    def budget(self, num_tokens: int, *, opened: bool) -> ReasoningBudget:
+        """`opened`: the prompt ends inside a block."""
+        reopens = self.marked or self.ids is not None
+        return ReasoningBudget(num_tokens, opened, self.open, self.close, reopens, self.before, self.after)
 
 
 FORMATS = (
-    ReasoningFormat("think-tag", "<think>", "</think>"),
+    ReasoningFormat("think-tag", "<think>", "</think>", before="\n", after="\n\n"),
     ReasoningFormat("gemma-channel", "<|channel>", "<channel|>", header="thought\n"),
     ReasoningFormat("bracket-think", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed-think", "<seed:think>", "</seed:think>"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -103,12 +103,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         boundaries: bool | None = None,
+        check: Callable[[str], None] = lambda text: None,
     ) -> Prompt:
         """The prompt for the next answer.
 
         kwargs: further template variables, e.g. enable_thinking; they cannot replace messages or tools.
         continue_final: the answer goes on from the last message's text, so nothing closes or follows it.
         boundaries: fill `Prompt.boundaries`, for the first message and the last 2; None = as `finds_boundaries` says.
+        check: sees the text before it is tokenised, and raises if it is too long.
 
         Raises BadRequest if the template refuses the messages or fails on them.
         """
@@ -122,6 +124,7 @@ class ChatTemplate:
             text = conversation.continued()
         else:
             text = conversation.text(len(messages), add_generation_prompt=add_generation_prompt)
+        check(text)
         tokens, spans = self._encode(text)
         answers = add_generation_prompt or continue_final
         looks = self.finds_boundaries if boundaries is None else boundaries

@@ -11,7 +11,8 @@ from typing import Any, TypeVar, cast
 
 import tokenizers
 
-from mantou.chat.detokenizer import ByteDetokenizer, Detokenizer, Kind, PieceDetokenizer
+from mantou.chat.detokenizer import BYTE_OF_CHARACTER, ByteDetokenizer, Detokenizer, Kind, PieceDetokenizer
+from mantou.chat.token_bytes import TokenBytes, token_bytes
 from mantou.errors import ModelError
 
 _Value = TypeVar("_Value")
@@ -123,6 +124,20 @@ class Tokenizer:
         return PieceDetokenizer(self.decode, self._kinds, after)
 
     @cached_property
+    def num_ids(self) -> int:
+        """One more than the largest id; some vocabularies have gaps."""
+        return max(self.vocabulary().values(), default=-1) + 1
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that `text` surely has, without tokenising it; 0 where nothing is sure."""
+        found = self._bounds
+        return 0 if found is None else found.least_tokens(text.encode("utf-8", "replace"))
+
+    @cached_property
+    def _bounds(self) -> TokenBytes | None:
+        return token_bytes(self._backend)
+
+    @cached_property
     def _decoder(self) -> str:
         """The decoder's own JSON, "" if the file has none."""
         decoder = self._backend.decoder
@@ -167,21 +182,10 @@ class _Table(dict[int, _Value]):
         return value
 
 
-def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet for bytes: printable Latin-1 stands for itself, the rest for U+0100 upwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    return table | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF_CHARACTER = _byte_of_character()
-
-
 def _byte_level_bytes(piece: str) -> bytes:
     """Bytes of a byte-level piece. An added token with characters outside the alphabet stands for itself."""
     try:
-        return bytes([_BYTE_OF_CHARACTER[character] for character in piece])
+        return bytes([BYTE_OF_CHARACTER[character] for character in piece])
     except KeyError:
         return piece.encode()
 

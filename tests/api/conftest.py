@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from mantou.api.envelope import Exchange
+from mantou.api.responses.store import open_store
 from mantou.api.server import create_server
 from mantou.api.service import Loaded, Service
 from mantou.cache.none import NoCheckpoints, NoStore
@@ -135,10 +136,14 @@ def serve(
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     attached = threading.Event()
+    settings = Config(port=port, **config)
     service = Service(
-        Config(port=port, **config),
+        settings,
         ProgressBoard(),
         version="0.0",
+        responses=open_store(
+            settings.response_store, ttl_s=settings.response_ttl_s, max_bytes=settings.response_bytes
+        ),
         on_start=lambda _: attached.set(),
         heartbeat_s=heartbeat_s,
         observers=observers,

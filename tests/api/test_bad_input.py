@@ -76,6 +76,8 @@ SHARED = [
     ("hlg", 1, "hlg must be an object, got a number."),
     ("hlg", {"width": "wide"}, "hlg.width must be a number, got a string."),
     ("adapter", 1, "adapter must be a string, got a number."),
+    ("thinking_budget", -1, "thinking_budget must be at least 0, got -1."),
+    ("thinking_token_budget", "all", "thinking_token_budget must be a whole number, got a string."),
     ("speculation", True, "speculation must be an object or false, got a boolean."),
     ("speculation", {"kind": 1}, "speculation.kind must be a string, got a number."),
     (
@@ -88,6 +90,8 @@ SHARED = [
     ("top_logprobs", 21, "top_logprobs must be between -1 and 20, got 21."),
 ]
 CHAT_ONLY = [
+    ("reasoning", "high", "reasoning must be an object, got a string."),
+    ("reasoning", {"max_tokens": 1.5}, "reasoning.max_tokens must be a whole number, got 1.5."),
     ("prediction", "text", "prediction must be an object, got a string."),
     ("prediction", {"content": [3]}, "prediction must be of type content, its content a string or a list"),
     ("messages", None, "messages is missing; send a list with at least one message."),
@@ -182,7 +186,7 @@ TEXT_ONLY = [
     ("prompt", ["a"] * 65, "65 prompts x n = 1 is more than 64 answers; send fewer."),
     ("suffix", "end", "suffix is not supported"),
     ("echo", 1, "echo must be true or false, got a number."),
-    ("best_of", 2, "best_of is not supported; leave it out, or set it to n."),
+    ("best_of", 17, "best_of must be between 1 and 16, got 17."),
     ("logprobs", "yes", "logprobs must be a whole number, got a string."),
     ("logprobs", 21, "logprobs must be between 0 and 20."),
 ]
@@ -208,6 +212,13 @@ def test_every_field_of_the_tables_is_in_the_bad_input_tables() -> None:
     covered = {field for field, _, _ in SHARED + CHAT_ONLY + TEXT_ONLY}
     documented = {*OpenAIChat().schema()["properties"], *OpenAICompletions().schema()["properties"]}
     assert documented - covered == set()
+
+
+def test_the_best_of_fewer_than_asked_for_or_in_a_stream_is_refused(http: httpx2.Client) -> None:
+    few = error_of(http.post(TEXT, json={"prompt": "a", "n": 3, "best_of": 2}))
+    assert few["message"] == "best_of must be at least n, which is 3, got 2."
+    streamed = error_of(http.post(TEXT, json={"prompt": "a", "best_of": 2, "stream": True}))
+    assert streamed["message"].startswith("best_of cannot be streamed")
 
 
 def test_null_is_the_same_as_absent(http: httpx2.Client) -> None:

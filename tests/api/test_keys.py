@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,51 @@ def test_request_quota_is_in_the_headers_and_then_a_429(http: httpx2.Client, key
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         assert refused.json()["error"]["type"] == "rate_limit_error"
     assert http.get("/v1/models", headers=bearer(text)).status_code == 200, "looking is free"
+
+
+def test_the_messages_api_has_its_own_names_for_what_is_left(http: httpx2.Client, keys: KeyFile) -> None:
+    text = keys.add("claude", requests_per_minute=2, tokens_per_minute=60_000)
+    for left in ("1", "0", "0"):
+        answer = http.post("/v1/messages", json=MESSAGE, headers={"x-api-key": text})
+        assert answer.status_code == (200 if answer.headers.get("retry-after") is None else 429)
+        assert answer.headers["anthropic-ratelimit-requests-limit"] == "2"
+        assert answer.headers["anthropic-ratelimit-requests-remaining"] == left
+        assert answer.headers["anthropic-ratelimit-tokens-limit"] == "60000"
+        reset = datetime.fromisoformat(answer.headers["anthropic-ratelimit-requests-reset"])
+        assert timedelta(0) < reset - datetime.now(UTC) + timedelta(seconds=1) < timedelta(minutes=2)
+    assert answer.status_code == 429
+    operator = http.post("/v1/messages", json=MESSAGE, headers={"x-api-key": "the operator's own"})
+    assert not [name for name in operator.headers if "ratelimit" in name], "no quota, no headers"
+
+
+def test_a_key_cannot_see_end_go_on_from_or_delete_what_another_key_made(
+    http: httpx2.Client, keys: KeyFile, closed: Running
+) -> None:
+    mine, other = bearer(keys.add("mine")), bearer(keys.add("other"))
+    operator = bearer("the operator's own")
+    url = "/v1/responses"
+    made = http.post(url, json={"model": "m", "input": "Hi"}, headers=mine).json()
+    closed.script.hold_after = 3
+    running = http.post(url, json={"model": "m", "input": "Hi", "background": True}, headers=mine).json()
+    reference = [{"type": "item_reference", "id": made["output"][0]["id"]}]
+    for response in (made, running):
+        path = f"{url}/{response['id']}"
+        tries = [("GET", path), ("POST", f"{path}/cancel"), ("GET", f"{path}/input_items"), ("DELETE", path)]
+        for method, where in tries:
+            assert http.request(method, where, headers=other).status_code == 404, where
+        further = {"model": "m", "input": "And?", "previous_response_id": response["id"]}
+        assert http.post(url, json=further, headers=other).status_code == 404
+        assert http.get(path, headers=mine).json()["id"] == response["id"]
+        assert http.get(path, headers=operator).status_code == 200
+    assert http.get(f"{url}/{running['id']}", headers=mine).json()["status"] == "in_progress", (
+        "nobody ended it"
+    )
+    assert http.post(f"{url}/{running['id']}/cancel", headers=mine).json()["status"] == "cancelled"
+    closed.script.hold_after = None
+    for key, status in ((other, 400), (mine, 200)):
+        answer = http.post(url, json={"model": "m", "input": reference}, headers=key)
+        assert answer.status_code == status, answer.text
+    assert http.delete(f"{url}/{made['id']}", headers=mine).status_code == 200
 
 
 def test_token_quota_counts_prompt_and_answer(http: httpx2.Client, keys: KeyFile) -> None:

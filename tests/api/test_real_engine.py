@@ -262,3 +262,27 @@ def test_metrics_and_stats_count_the_traffic(client: openai.OpenAI, server: Serv
     assert stats["model"]["id"] == stats["server"]["model"] == "tiny"
     assert stats["server"]["state"] == "ready"
     assert stats["batch"]["active_rows"] == stats["batch"]["waiting"] == 0
+
+
+def test_the_best_of_several_answers_are_those_with_the_most_likely_tokens(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": ["the quick", "a dog"],
+        "max_tokens": 12,
+        "temperature": 1.2,
+    }
+    every = client.completions.create(**ask, seed=5, n=4, logprobs=0)
+    best = client.completions.create(**ask, seed=5, n=2, best_of=4)
+
+    def likelihood(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    expected = []
+    for first in (0, 4):
+        ranked = sorted(every.choices[first : first + 4], key=likelihood, reverse=True)
+        expected += [choice.text for choice in ranked[:2]]
+    assert [choice.text for choice in best.choices] == expected
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage is not None
+    assert best.usage.completion_tokens == 8 * 12, "what was not sent was made all the same"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,22 @@ def test_size_forgets_the_longest_unused(store: SqliteResponses) -> None:
     store.put(kept("e", 10))
     store.put(kept("f", 10))
     assert store.get("e") == kept("e", 10)
+
+
+def test_a_store_of_the_version_before_is_taken_over(tmp_path: Path, clock: Clock) -> None:
+    old = SqliteResponses(tmp_path, ttl_s=0, max_bytes=1000, clock=clock)
+    old.put(kept("a"))
+    old.close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute("ALTER TABLE responses DROP COLUMN owner")
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+    for _ in range(2):
+        new = SqliteResponses(tmp_path, ttl_s=0, max_bytes=1000, clock=clock)
+        assert new.get("a") == kept("a")
+        new.put(replace(kept("b"), owner="phone"))
+        assert new.get("b") == replace(kept("b"), owner="phone")
+        new.close()
 
 
 def test_a_folder_has_one_server(tmp_path: Path, clock: Clock) -> None:

@@ -19,13 +19,18 @@ from typing import Any
 import httpx2
 
 from tests.api.conftest import Running
+from tests.real import ROOT
 
 CHAT = "/v1/chat/completions"
 REPLY = "Hello, wörld! 👋 How are you?"
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-# Schemas say what a field may be, not what a conversation must be (a role in every message, a tool that is offered), so
-# a body that fits its schema may still be refused, with the reason.
+# tests.api.fuzz_checks has the same check, and the reasons for which a body that fits its schema may be refused.
 EXCLUDED = "positive_data_acceptance"
+ENVIRONMENT = {
+    **os.environ,
+    "SCHEMATHESIS_HOOKS": "tests.api.fuzz_checks",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+}
 # Runs are processes of one worker each: threads of one run trip over a fault of CPython 3.11's parser.
 NUM_RUNS = int(os.environ.get("MANTOU_FUZZ", "1"))
 LONG = NUM_RUNS > 1
@@ -74,6 +79,7 @@ def fuzz(server: Running, number: int, folder: Path) -> str | None:
         capture_output=True,
         text=True,
         cwd=folder,  # it leaves files behind
+        env=ENVIRONMENT,
         timeout=3600,
     )
     return None if done.returncode == 0 else f"{done.stdout}\n{done.stderr}"[-6000:]

@@ -51,7 +51,7 @@ ENDINGS = (
         "</parameter>\n",
         "</atem:parameter>\n",
     ),
-    *("</param>\n", "</\uff5cDSML\uff5cparameter>\n", '<|"|>', "<escape>"),
+    *("</param>\n", "</\uff5cDSML\uff5cparameter>\n", '<|"|>', "<escape>", "<|close|>think<|sep|>"),
 )
 
 
@@ -65,9 +65,8 @@ def tokenizer(special: bool, form_name: str) -> Tokenizer:
     plain = Tokenizer(backend, {"eos_token": "<|im_end|>"})
     if special:
         form = named(form_name, plain)
-        tags = [
-            tag for tag in (*form.openers, *form.closers, *form.tags) if tag[0] in "<[" and tag[-1] in ">]"
-        ]
+        found = (*form.openers, *form.closers, *form.tags) if form_name != "kimi_k3" else form.tags
+        tags = [tag for tag in found if tag[0] in "<[" and tag[-1] in ">]"]
         backend.add_special_tokens(list(dict.fromkeys(tags)))
         plain = Tokenizer(backend, {"eos_token": "<|im_end|>"})
     return plain
@@ -211,12 +210,36 @@ def test_a_tool_that_is_not_strict_is_called_even_if_its_schema_cannot_be_enforc
         Grammars(made).write(None, strict)
 
 
-@pytest.mark.parametrize("how", [None, "kimi_k3"])
-def test_a_call_that_cannot_be_enforced_is_refused(how: str | None) -> None:
-    made = tokenizer(True, "hermes")
-    tools = ToolUse(named(how, made), TOOLS) if how else None
-    with pytest.raises(BadRequest, match=r"tool_choice|frames"):
-        Grammars(made).write(None, Setting(tools=tools, choice="required"))
+def test_a_call_that_cannot_be_enforced_is_refused() -> None:
+    with pytest.raises(BadRequest, match="reads no tool calls"):
+        Grammars(tokenizer(True, "hermes")).write(None, Setting(choice="required"))
+
+
+def test_kimi_k3_frames_reasoning_text_and_calls() -> None:
+    made = tokenizer(True, "kimi_k3")
+    how = use("kimi_k3", made)
+    wish = Grammar("json_schema", '{"type": "integer"}')
+    think = "<|open|>think<|sep|>hm {<|close|>think<|sep|>"
+    call = (
+        '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|open|>json type="object"<|sep|>{}'
+        "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+    )
+    text = "<|open|>response<|sep|>{}<|close|>response<|sep|>"
+    for setting, grammar, said in (
+        (Setting(tools=how, strict=frozenset(TOOLS)), None, f"{think}{text.format('Hi')}{call}"),
+        (Setting(tools=how, choice="required"), None, f"{think}{call}<|close|>message<|sep|>"),
+        (Setting(tools=replace(how, tools={})), wish, f"{think}{text.format(3)}<|close|>message<|sep|>"),
+        (Setting(tools=how, reasoning_open=True), wish, f"hm<|close|>think<|sep|>{text.format(3)}"),
+    ):
+        found = constraint(Grammars(made), grammar, setting)
+        for token in made.encode(said, add_special_tokens=False):
+            assert found.mask()[token], said
+            found.advance(token)
+        assert found.mask()[list(made.eos)].all(), said
+    forced = constraint(Grammars(made), wish, Setting(tools=replace(how, tools={})))
+    for token in made.encode("<|open|>response<|sep|>", add_special_tokens=False):
+        forced.advance(token)
+    assert not forced.mask()[made.encode("x", add_special_tokens=False)[0]]
 
 
 def test_reasoning_comes_before_an_enforced_call() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -11,8 +12,9 @@ import pytest
 
 import mantou
 from mantou.data import Message
-from mantou.errors import ConfigError, ContextOverflow, MantouError, ModelError, QueueFull
+from mantou.errors import BadRequest, ConfigError, ContextOverflow, MantouError, ModelError, QueueFull
 from mantou.library import Completion, Mailboxes, Model
+from tests.unit import chat_folders
 from tests.unit.model_folders import write_chat_model, write_model
 
 QUESTIONS = ("the quick brown fox", "abc", "smile at the lazy dog", "user and assistant")
@@ -213,3 +215,62 @@ def test_a_script_that_forgets_to_close_leaves_with_its_own_exit_status(folder: 
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
     assert (left.returncode, left.stderr) == (3, "")
+
+
+# ------------------------------------------------------------------ forms of the answer
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_a_form_of_the_answer_is_kept_as_by_the_server(model: Model) -> None:
+    choice = {"type": "choice", "choice": ["red", "green"]}
+    assert model.generate(QUESTIONS[0], response_format=choice, max_tokens=20).text in ("red", "green")
+    assert model.complete("the quick", grammar='start: "a" "b"+ "c"', max_tokens=4).text.startswith("ab")
+    answers = model.batch(QUESTIONS, response_format=choice, temperature=1.0, max_tokens=20)
+    assert {answer.text for answer in answers} <= {"red", "green"}
+
+
+def test_a_required_call_is_made_and_read(model: Model, tmp_path: Path) -> None:
+    template = "{% if tools %}<tool_call>{% endif %}" + chat_folders.CHATML
+    able = write_chat_model(tmp_path / "able")
+    (able / "chat_template.jinja").write_text(template, "utf-8")
+    with mantou.load(str(able)) as loaded:
+        wish: dict[str, Any] = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        answer = loaded.generate(QUESTIONS[0], max_tokens=None, **wish)
+    (call,) = answer.tool_calls
+    assert (call.name, json.loads(call.arguments)["city"] in ("Oslo", "Rome")) == ("weather", True)
+    assert (answer.text, answer.finish) == ("", "tool_calls")
+    assert answer.usage.completion_tokens > 0
+    with pytest.raises(BadRequest, match="cannot describe tools"):
+        model.generate(QUESTIONS[0], tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type must be one of"),
+        ({"response_format": {"type": "json_object"}, "grammar": 'start: "a"'}, "both say what the answer"),
+        ({"grammar": "start: missing"}, "grammar cannot be used"),
+        ({"tool_choice": "required"}, "at least one tool"),
+        ({"thinking_budget": -1}, "at least 0"),
+    ],
+)
+def test_options_that_cannot_be_honoured_are_refused(
+    model: Model, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadRequest, match=said):
+        model.generate(QUESTIONS[0], **options)
+    with pytest.raises(TypeError):
+        model.generate(QUESTIONS[0], tempreature=1.0)
+    with pytest.raises(BadRequest, match="tools needs a conversation"):
+        model.complete("a", tools=[TOOL])

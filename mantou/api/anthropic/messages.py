@@ -26,7 +26,7 @@ from mantou.api.anthropic.wire import (
 from mantou.api.fields import Field, Integer, Object, Schema, Shaped, kind_of, properties, wrong
 from mantou.api.generation import Answer
 from mantou.api.generation_fields import TABLE, GenerationAsk, read_generation
-from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.planning import Head, Job, RowOptions, length_check, plan_rows
 from mantou.data import TextEvent, Usage
 from mantou.errors import BadRequest
 
@@ -90,12 +90,16 @@ _STOPS = Shaped(
     "stop_sequences",
     f"Up to {MAX_STOPS} strings that end the answer and are not part of it; empty ones are ignored.",
     _stop_sequences,
-    {"type": ["array", "null"], "items": {"type": "string"}},
+    {"type": ["array", "null"], "items": {"type": "string"}, "maxItems": MAX_STOPS},
 )
 _THREAD = Shaped(
     "thread", "Refused: every request carries its whole conversation.", _thread, {"type": "null"}
 )
-_METADATA = Object("metadata", "`user_id`: any string; nothing depends on it.")
+_METADATA = Object(
+    "metadata",
+    "`user_id`: any string; nothing depends on it.",
+    {"properties": {"user_id": {"type": ["string", "null"]}}},
+)
 _UNUSED = tuple(
     _unused(name)
     for name in ("cache_control", "container", "context_management", "inference_geo", "service_tier", "speed")
@@ -151,7 +155,7 @@ class AnthropicMessages:
     def plan(self, ask: MessagesAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
         """Renders the prompt. Raises BadRequest where the model cannot do what is asked."""
         template = loaded.template
-        prompt = render(ask.prompt, loaded, config)
+        prompt = render(ask.prompt, loaded, config, length_check(loaded, config))
         head = Head(f"msg_{secrets.token_hex(12)}", created, loaded.info.id, fingerprint)
         options = RowOptions(
             thinking=thinks(ask.prompt, config) if template.supports_thinking else None,
@@ -161,6 +165,7 @@ class AnthropicMessages:
             tool_choice=_CHOICES[ask.prompt.tool_choice.kind],
             tool_name=ask.prompt.tool_choice.name,
             grammar=ask.prompt.grammar,
+            thinking_budget=ask.prompt.thinking.budget_tokens,
         )
         (row,) = plan_rows(
             ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id
@@ -174,7 +179,7 @@ class AnthropicMessages:
         return {
             "type": "object",
             "required": ["max_tokens", "messages"],
-            "properties": properties(_FIELDS),
+            "properties": properties(_FIELDS) | {"max_tokens": {**_MAX_TOKENS.schema(), "type": "integer"}},
         }
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mantou.api import defaults
+from mantou.api import defaults, shapes
 from mantou.api.anthropic.conversation import Conversation, read_conversation, read_system
 from mantou.api.anthropic.deferred import deferred_names, definitions, resolved
 from mantou.api.anthropic.tools import ToolChoice, check_tool_choice, read_tool_choice, read_tools
-from mantou.api.fields import Field, Shaped, shown, wrong
+from mantou.api.fields import Field, Schema, Shaped, shown, whole, wrong
 from mantou.api.openai.messages import num_characters
 from mantou.api.reading import needed_text
 from mantou.api.structured import one_grammar, read_format
@@ -68,11 +68,12 @@ def _thinking(value: Any, name: str) -> Thinking:
 
 
 def _budget(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    number = whole(value)
+    if number is None:
         raise wrong(name, "a whole number", value)
-    if value < MIN_BUDGET_TOKENS:
-        raise BadRequest(f"{name} must be at least {MIN_BUDGET_TOKENS}, got {shown(value)}.", param=name)
-    return value
+    if number < MIN_BUDGET_TOKENS:
+        raise BadRequest(f"{name} must be at least {MIN_BUDGET_TOKENS}, got {shown(number)}.", param=name)
+    return number
 
 
 def _effort(value: Any, name: str) -> str | None:
@@ -94,50 +95,45 @@ _MESSAGES = Shaped(
     "The conversation, oldest first, in text, documents of text, tool calls, their results and thinking. "
     "A last message of the assistant is the beginning of the answer.",
     read_conversation,
-    {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role", "content"]}},
+    shapes.MESSAGES,
 )
 _SYSTEM = Shaped(
     "system",
     "The system prompt: a string, or text blocks, one a line. Claude Code's billing line is taken out.",
     read_system,
-    {"type": ["string", "array", "null"], "items": {"type": "object", "required": ["type", "text"]}},
+    shapes.SYSTEM,
 )
 _TOOLS = Shaped(
     "tools",
     "Tools that the caller runs. Those that Anthropic runs or defines are left out. One with `defer_loading` is "
     "described where a tool_reference in a tool's result names it.",
     read_tools,
-    {"type": ["array", "null"], "items": {"type": "object", "required": ["name"]}},
+    shapes.MESSAGES_TOOLS,
 )
 _TOOL_CHOICE = Shaped(
     "tool_choice",
     "`none` leaves the tools out; `any` and `tool` ask for a call. With `disable_parallel_tool_use`, the answer ends "
     "with its first call.",
     read_tool_choice,
-    {
-        "type": ["object", "null"],
-        "required": ["type"],
-        "properties": {
-            "type": {"type": "string", "enum": ["auto", "any", "tool", "none"]},
-            "name": {"type": "string"},
-            "disable_parallel_tool_use": {"type": ["boolean", "null"]},
-        },
-    },
+    shapes.MESSAGES_TOOL_CHOICE,
 )
+_SHOWN: Schema = {"display": {"type": ["string", "null"], "enum": [*_DISPLAYS, None]}}
 _THINKING = Shaped(
     "thinking",
-    "Whether to think: enabled (with `budget_tokens`, which is checked and not enforced), adaptive, between_tools or "
-    "disabled; silent = as the model likes. With `display` omitted, only the signature carries the reasoning.",
+    "Whether to think: enabled (at most `budget_tokens` of it), adaptive, between_tools or disabled; "
+    "silent = as the model likes. With `display` omitted, only the signature carries the reasoning.",
     _thinking,
-    {
-        "type": ["object", "null"],
-        "required": ["type"],
-        "properties": {
-            "type": {"type": "string", "enum": list(_THINKS)},
-            "budget_tokens": {"type": ["integer", "null"], "minimum": MIN_BUDGET_TOKENS},
-            "display": {"type": ["string", "null"], "enum": [*_DISPLAYS, None]},
-        },
-    },
+    shapes.either(
+        shapes.record(
+            {
+                "type": shapes.word("enabled"),
+                "budget_tokens": {"type": "integer", "minimum": MIN_BUDGET_TOKENS},
+            },
+            _SHOWN,
+        ),
+        shapes.record({"type": shapes.word("adaptive", "between_tools", "disabled")}, _SHOWN),
+        shapes.NULL,
+    ),
 )
 _OUTPUT = Shaped(
     "output_config",
@@ -147,12 +143,12 @@ _OUTPUT = Shaped(
         "type": ["object", "null"],
         "properties": {
             "effort": {"type": ["string", "null"], "enum": [*EFFORTS, None]},
-            "format": {"type": ["object", "null"]},
+            "format": shapes.FLAT_FORMAT,
         },
     },
 )
 _OUTPUT_FORMAT = Shaped(
-    "output_format", "The older name of output_config.format.", read_format, {"type": ["object", "null"]}
+    "output_format", "The older name of output_config.format.", read_format, shapes.FLAT_FORMAT
 )
 PROMPT_FIELDS: tuple[Field[Any], ...] = (
     _MESSAGES,
@@ -203,8 +199,12 @@ def thinks(ask: PromptAsk, config: Config) -> bool | None:
     )
 
 
-def render(ask: PromptAsk, loaded: Loaded, config: Config) -> Prompt:
-    """The prompt. Raises BadRequest where the model's template cannot say what is asked."""
+def render(
+    ask: PromptAsk, loaded: Loaded, config: Config, check: Callable[[str], None] = lambda text: None
+) -> Prompt:
+    """The prompt, whose text is shown to `check` before it is tokenised. Raises BadRequest where the model's template
+    cannot say what is asked.
+    """
     if ask.tools and not loaded.template.supports_tools:
         raise BadRequest(
             "The chat template of this model cannot describe tools; use a model that can, or leave tools out.",
@@ -221,4 +221,5 @@ def render(ask: PromptAsk, loaded: Loaded, config: Config) -> Prompt:
         tools=ask.listed or None,
         kwargs=kwargs,
         continue_final=ask.conversation.continues,
+        check=check,
     )

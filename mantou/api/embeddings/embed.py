@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mantou.api import shapes
 from mantou.api.embeddings.route import EmbeddingRoute
 from mantou.api.embeddings.service import EmbeddingService, Pending, Vectors
 from mantou.api.embeddings.wire import Embedding, EmbeddingList, EmbeddingUsage, encode
-from mantou.api.fields import Boolean, Field, Integer, Schema, Shaped, Text, kind_of, properties
+from mantou.api.fields import Boolean, Field, Integer, Schema, Shaped, Text, kind_of, properties, whole
 from mantou.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -28,36 +29,35 @@ def read_input(value: Any, name: str) -> list[str | list[int]]:
         items: list[Any] = [value]
     elif not isinstance(value, list):
         raise BadRequest(f"{name} must be {_EXPECTED}, got {kind_of(value)}.", param=name)
-    elif value and all(_is_token(item) for item in value):
+    elif value and all(whole(item) is not None for item in value):
         items = [value]
     else:
         items = value
-    texts = all(isinstance(item, str) for item in items)
-    if not texts and not all(isinstance(item, list) and all(map(_is_token, item)) for item in items):
-        raise BadRequest(f"{name} must be {_EXPECTED}, all of one kind.", param=name)
-    empty = next((index for index, item in enumerate(items) if not item), None)
+    found: list[str | list[int]] = []
+    for item in items:
+        read = item if isinstance(item, str) else _tokens(item)
+        if read is None or isinstance(read, str) != isinstance(items[0], str):
+            raise BadRequest(f"{name} must be {_EXPECTED}, all of one kind.", param=name)
+        found.append(read)
+    empty = next((index for index, item in enumerate(found) if not item), None)
     if empty is not None:
         where = f"{name}[{empty}]" if isinstance(value, list) else name
         raise BadRequest(f"{where} is empty; send at least one character or token.", param=name)
-    return items
+    return found
 
 
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _tokens(value: Any) -> list[int] | None:
+    if not isinstance(value, list):
+        return None
+    tokens = [token for entry in value if (token := whole(entry)) is not None]
+    return tokens if len(tokens) == len(value) else None
 
 
 _INPUT = Shaped(
     "input",
     f"What is embedded: {_EXPECTED}; at most 2048 items.",
     read_input,
-    {
-        "oneOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}},
-            {"type": "array", "items": {"type": "integer"}},
-            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-        ]
-    },
+    shapes.EMBEDDED,
 )
 _MODEL = Text("model", "Ignored: the served embedding model answers.")
 _FORMAT = Text("encoding_format", "float (default), or base64 of little-endian float32.", ("float", "base64"))

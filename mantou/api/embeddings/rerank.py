@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mantou.api import shapes
 from mantou.api.embeddings.embed import TRUNCATE, usage_of
 from mantou.api.embeddings.route import EmbeddingRoute
 from mantou.api.embeddings.service import EmbeddingService, Pending, Scores
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 RERANK_PATH = "/v1/rerank"
 SCORE_PATH = "/v1/score"
-
-_TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
 
 
 def _text_of(value: Any, name: str) -> str:
@@ -57,7 +56,9 @@ def _read_one_or_more(value: Any, name: str) -> list[str]:
 
 _MODEL = Text("model", "Ignored: the served model answers.")
 _QUERY = Text("query", "What the documents are compared with.")
-_DOCUMENTS = Shaped("documents", "Texts, or objects with a text; at most 2048.", _read_texts, _TEXTS)
+_DOCUMENTS = Shaped(
+    "documents", "Texts, or objects with a text; at most 2048.", _read_texts, shapes.DOCUMENTS
+)
 _TOP_N = Integer("top_n", "How many results to give (default: all).", 1)
 _RETURN = Boolean("return_documents", "Repeat each text in its result (default: false).")
 _INSTRUCTION = Text(
@@ -66,7 +67,7 @@ _INSTRUCTION = Text(
 _RERANK_FIELDS: tuple[Field[Any], ...] = (
     _QUERY, _DOCUMENTS, _MODEL, _TOP_N, _RETURN, _INSTRUCTION, TRUNCATE,
 )  # fmt: skip
-_ONE_OR_MORE: Schema = {"oneOf": [{"type": "string"}, _TEXTS]}
+_ONE_OR_MORE = shapes.either(shapes.SOME_TEXT, shapes.DOCUMENTS)
 _TEXT_1 = Shaped("text_1", "A text, or as many as text_2 has.", _read_one_or_more, _ONE_OR_MORE)
 _TEXT_2 = Shaped("text_2", "A text or several.", _read_one_or_more, _ONE_OR_MORE)
 _SCORE_FIELDS: tuple[Field[Any], ...] = (_TEXT_1, _TEXT_2, _MODEL, TRUNCATE)
@@ -161,7 +162,7 @@ def rerank_schema() -> Schema:
     return {
         "type": "object",
         "required": ["query", "documents"],
-        "properties": properties(_RERANK_FIELDS),
+        "properties": properties(_RERANK_FIELDS) | {"query": _QUERY.schema() | shapes.SOME_TEXT},
     }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mantou.api import shapes
 from mantou.api.embeddings.embed import read_input
 from mantou.api.embeddings.route import EmbeddingRoute
 from mantou.api.embeddings.service import EmbeddingService, Pending, Vectors
@@ -26,7 +27,7 @@ _INPUT = Shaped(
     "input",
     "A text or a list of texts.",
     read_input,
-    {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    shapes.EMBEDDED,
 )
 _PROMPT = Text("prompt", "A text.")
 _TRUNCATE = Boolean("truncate", "false: refuse what is too long instead of cutting it.")
@@ -91,7 +92,8 @@ def _schema() -> Schema:
 
 
 def _old_schema() -> Schema:
-    return {"type": "object", "required": ["prompt"], "properties": properties((_PROMPT, *_SHARED))}
+    found = properties((_PROMPT, *_SHARED)) | {"prompt": _PROMPT.schema() | shapes.SOME_TEXT}
+    return {"type": "object", "required": ["prompt"], "properties": found}
 
 
 # Path, schema of the body, what it answers.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from mantou.api import shapes
 from mantou.api.fields import (
     Boolean,
     Field,
@@ -18,7 +19,7 @@ from mantou.api.fields import (
     properties,
     wrong,
 )
-from mantou.api.generation_fields import MODEL, STOP, GenerationAsk, read_session
+from mantou.api.generation_fields import MODEL, STOP, THINKING_BUDGET, GenerationAsk, read_session
 from mantou.api.openai.messages import read_messages
 from mantou.api.structured import read_format
 from mantou.data import Grammar, Message
@@ -119,19 +120,19 @@ MESSAGES = Shaped(
     "messages",
     "The conversation, oldest first; empty = load the model.",
     _messages,
-    {"type": "array", "items": {"type": "object", "required": ["role"]}},
+    shapes.OLLAMA_MESSAGES,
 )
 FORMAT = Shaped(
     "format",
     "`json` or a JSON schema that the answer follows.",
     _format,
-    {"type": ["string", "object", "null"]},
+    shapes.OLLAMA_FORMAT,
 )
 THINK = Shaped(
     "think",
     "Whether the model thinks first; a level where the template knows levels.",
     _think,
-    {"type": ["boolean", "string", "null"]},
+    shapes.THINK,
 )
 KEEP_ALIVE = Shaped(
     "keep_alive",
@@ -141,7 +142,7 @@ KEEP_ALIVE = Shaped(
 )
 STREAM = Boolean("stream", "Send the answer in lines while it is made; true unless it is said otherwise.")
 OPTIONS = Object("options", "Sampling and length, see below.")
-SHARED: tuple[Field[Any], ...] = (MODEL, STREAM, FORMAT, THINK, KEEP_ALIVE)
+SHARED: tuple[Field[Any], ...] = (MODEL, STREAM, FORMAT, THINK, THINKING_BUDGET, KEEP_ALIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ def shared_schema(own: tuple[Field[Any], ...], required: tuple[str, ...] = ()) -
     options: Schema = {
         "type": ["object", "null"],
         "description": OPTIONS.doc,
-        "properties": properties(_OPTIONS),
+        "properties": {**properties(_OPTIONS), "num_predict": _NUM_PREDICT.schema() | {"not": {"const": 0}}},
     }
     found = {**properties((*own, *SHARED)), "options": options}
     return {"type": "object", "required": list(required), "properties": found}
@@ -200,5 +201,6 @@ def _generation(body: Mapping[str, Any], headers: Mapping[str, str]) -> Generati
         frequency_penalty=penalties[2],
         frequency_context_size=seen,
         session=read_session(body, headers),
+        thinking_budget=THINKING_BUDGET.read(body),
         **plain,
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from mantou.api import shapes
 from mantou.api.fields import Boolean, Field, Schema, Shaped, Text, wrong
 from mantou.api.generation_fields import GenerationAsk
 from mantou.api.ollama.fields import MESSAGES, Shared, read_images, read_shared, shared_schema
 from mantou.api.ollama.wire import OllamaEncoder, Style
 from mantou.api.openai.messages import num_characters, read_tools
-from mantou.api.planning import Job, RowOptions, plan_rows
+from mantou.api.planning import Job, RowOptions, length_check, plan_rows
 from mantou.data import Message, Prompt
 from mantou.errors import BadRequest
 
@@ -61,11 +62,13 @@ _WITHOUT = {
     "template": "template is not supported: the model's own is used; send raw with the whole prompt instead.",
     "context": "context is not supported; send the conversation to /api/chat, whose prefix is cached anyway.",
 }
-_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
+_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, shapes.TOOLS)
 _PROMPT = Text("prompt", "What to answer; empty = load the model.")
 _SYSTEM = Shaped("system", "The system message.", _system, {"type": ["string", "null"]})
 _RAW = Boolean("raw", "Send the prompt to the model as it is, without its template.")
-_IMAGES = Shaped("images", "Needs a model with vision.", read_images, {"type": ["array", "null"]})
+_IMAGES = Shaped(
+    "images", "Needs a model with vision.", read_images, {"type": ["array", "null"], "maxItems": 0}
+)
 _EMPTY = tuple(
     Shaped(name, "Not supported: only empty.", _nothing, {"type": kinds, **empty})
     for name, kinds, empty in (
@@ -127,12 +130,14 @@ def _plan(ask: OllamaAsk, loaded: Loaded, config: Config) -> Job:
     if ask.raw is None and not ask.messages:
         return Job((), OllamaEncoder(loaded.info.id, ask.style, load=True))
     think = _thinking(ask, loaded, config)
+    check = length_check(loaded, config)
     if ask.raw is not None:
+        check(ask.raw)
         tokens = tuple(loaded.tokenizer.encode(ask.raw, add_special_tokens=True))
         prompt = Prompt(tokens, ask.raw)
         options = RowOptions(grammar=ask.shared.grammar)
     else:
-        prompt = _rendered(ask, loaded, think)
+        prompt = _rendered(ask, loaded, think, check)
         options = RowOptions(
             thinking=think if loaded.template.supports_thinking else None,
             reasoning=loaded.template.reasoning,
@@ -151,7 +156,7 @@ def _thinking(ask: OllamaAsk, loaded: Loaded, config: Config) -> bool | None:
     return config.defaults.thinking if asked is None else bool(asked)
 
 
-def _rendered(ask: OllamaAsk, loaded: Loaded, think: bool | None) -> Prompt:
+def _rendered(ask: OllamaAsk, loaded: Loaded, think: bool | None, check: Callable[[str], None]) -> Prompt:
     if ask.tools and not loaded.template.supports_tools:
         raise BadRequest(
             "The chat template of this model cannot describe tools; use a model that can, or leave tools out.",
@@ -160,4 +165,4 @@ def _rendered(ask: OllamaAsk, loaded: Loaded, think: bool | None) -> Prompt:
     kwargs: dict[str, Any] = {} if think is None else {"enable_thinking": think}
     if isinstance(ask.shared.think, str):
         kwargs["reasoning_effort"] = ask.shared.think
-    return loaded.template.render(ask.messages, tools=ask.tools or None, kwargs=kwargs)
+    return loaded.template.render(ask.messages, tools=ask.tools or None, kwargs=kwargs, check=check)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from mantou.api import defaults
+from mantou.api import defaults, shapes
 from mantou.api.fields import (
     Boolean,
     Field,
@@ -17,6 +17,7 @@ from mantou.api.fields import (
     Shaped,
     Text,
     properties,
+    wrong,
 )
 from mantou.api.generation import Answer
 from mantou.api.generation_fields import PREDICTION, TABLE, GenerationAsk, read_generation
@@ -32,7 +33,7 @@ from mantou.api.openai.wire import (
     encode,
     usage_body,
 )
-from mantou.api.planning import Head, Job, RowOptions, plan_rows
+from mantou.api.planning import Head, Job, RowOptions, length_check, plan_rows
 from mantou.api.sse import DONE
 from mantou.api.structured import FORMAT
 from mantou.data import Grammar, Message, TextEvent, Usage
@@ -62,6 +63,7 @@ class ChatAsk:
     top_logprobs: int
     prediction: str = ""
     grammar: Grammar | None = None  # response_format
+    thinking_budget: int | None = None  # reasoning.max_tokens
 
     @property
     def num_characters(self) -> int:
@@ -72,21 +74,46 @@ class ChatAsk:
         return bool(self.tools or self.grammar or self.generation.grammar)
 
 
+def _reasoning(value: Any, name: str) -> tuple[str | None, int | None]:
+    """What OpenRouter calls reasoning: (effort, most tokens)."""
+    if not isinstance(value, dict):
+        raise wrong(name, "an object", value)
+    try:
+        return _EFFORT_INSIDE.read(value), _MOST_INSIDE.read(value)
+    except BadRequest as error:
+        raise BadRequest(f"{name}.{error.message}", param=f"{name}.{error.param}") from None
+
+
+_EFFORT_INSIDE = Text("effort", "", EFFORTS)
+_MOST_INSIDE = Integer("max_tokens", "", 0)
 _MESSAGES = Shaped(
     "messages",
     "The conversation, oldest first.",
     read_messages,
-    {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["role"]}},
+    shapes.CHAT_MESSAGES,
 )
-_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, {"type": ["array", "null"]})
+_TOOLS = Shaped("tools", "Functions the model may call.", read_tools, shapes.TOOLS)
 _TOOL_CHOICE = Shaped(
     "tool_choice",
     "`none` leaves the tools out; `required` or a named function asks for a call; `allowed_tools` leaves others out.",
     read_tool_choice,
-    {"type": ["string", "object", "null"]},
+    shapes.TOOL_CHOICE,
 )
 _PARALLEL = Boolean("parallel_tool_calls", "false: the answer ends with its first call.")
 _KWARGS = Object("chat_template_kwargs", "Further variables for the chat template, such as enable_thinking.")
+_REASONING = Shaped(
+    "reasoning",
+    "`effort`: the same as reasoning_effort, and gives way to it. `max_tokens`: the same as thinking_budget, and wins "
+    "over it.",
+    _reasoning,
+    {
+        "type": ["object", "null"],
+        "properties": {
+            "effort": {"type": ["string", "null"], "enum": [*EFFORTS, None]},
+            "max_tokens": {"type": ["integer", "null"], "minimum": 0},
+        },
+    },
+)
 _EFFORT = Text(
     "reasoning_effort", "`none` turns thinking off; templates that know levels get the level.", EFFORTS
 )
@@ -101,6 +128,7 @@ _OWN: tuple[Field[Any], ...] = (
     _PARALLEL,
     _KWARGS,
     _EFFORT,
+    _REASONING,
     FORMAT,
     _LOGPROBS,
     _TOP_LOGPROBS,
@@ -121,6 +149,7 @@ class OpenAIChat:
         top = max(_TOP_LOGPROBS.read(body) or 0, 0)
         choice = _TOOL_CHOICE.read(body) or ToolChoice()
         tools = offered_tools(choice, _TOOLS.read(body) or ())
+        effort, budget = _REASONING.read(body) or (None, None)
         return ChatAsk(
             generation=read_generation(body, headers),
             messages=messages,
@@ -128,11 +157,12 @@ class OpenAIChat:
             tool_choice=choice,
             parallel_tools=_PARALLEL.read(body) is not False,
             template_kwargs=_KWARGS.read(body) or {},
-            effort=_EFFORT.read(body),
+            effort=_EFFORT.read(body) or effort,
             logprobs=(_LOGPROBS.read(body) or False) or top > 0,
             top_logprobs=top,
             prediction=PREDICTION.read(body) or "",
             grammar=FORMAT.read(body),
+            thinking_budget=budget,
         )
 
     def plan(self, ask: ChatAsk, loaded: Loaded, config: Config, fingerprint: str, created: int) -> Job:
@@ -144,7 +174,10 @@ class OpenAIChat:
             )
         think = defaults.thinking(ask.template_kwargs, ask.effort, config.defaults)
         prompt = loaded.template.render(
-            ask.messages, tools=ask.tools or None, kwargs=_template_kwargs(ask, think)
+            ask.messages,
+            tools=ask.tools or None,
+            kwargs=_template_kwargs(ask, think),
+            check=length_check(loaded, config),
         )
         head = Head(f"chatcmpl-{uuid4()}", created, loaded.info.id, fingerprint)
         options = RowOptions(
@@ -158,6 +191,7 @@ class OpenAIChat:
             tool_choice=ask.tool_choice.kind if ask.tool_choice.kind != "none" else "auto",
             tool_name=ask.tool_choice.name,
             grammar=ask.grammar,
+            thinking_budget=ask.thinking_budget,
         )
         rows = plan_rows(ask.generation, [prompt], options, loaded=loaded, config=config, response_id=head.id)
         return Job(rows, ChatEncoder(head, ask, loaded))

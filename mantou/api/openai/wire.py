@@ -20,6 +20,10 @@ class PromptDetails(Struct):
     cached_tokens: int
 
 
+class CompletionDetails(Struct):
+    reasoning_tokens: int
+
+
 class SpeculationBody(Struct, rename="camel"):
     """Drafts of one answer. The first four do not count copies made by fill, the last three do."""
 
@@ -46,6 +50,7 @@ class UsageBody(Struct):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     lane: str
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
     speculation: SpeculationBody | UnsetType = UNSET
     fill: FillBody | UnsetType = UNSET
 
@@ -206,6 +211,9 @@ def usage_body(usage: Usage) -> UsageBody:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
         lane=usage.lane,
+        completion_tokens_details=CompletionDetails(usage.reasoning_tokens)
+        if usage.reasoning_tokens
+        else UNSET,
         speculation=_speculation(usage.speculation) if usage.speculation else UNSET,
         fill=_fill(usage.fill) if usage.fill else UNSET,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from mantou.api import shapes
 from mantou.api.fields import (
     Boolean,
     Field,
@@ -156,21 +157,22 @@ _INPUT = Shaped(
     "A text of the user, or items: messages of text (and text files), calls of tools, their outputs, reasoning, and "
     "references to items of stored responses.",
     read_input,
-    {"type": ["string", "array"], "items": {"type": "object"}},
+    shapes.INPUT,
 )
 _INSTRUCTIONS = Text("instructions", "Comes first; those of the previous response if it is silent.")
 _TOOLS = Shaped(
     "tools",
-    "Functions, custom tools and namespaces of functions. A custom tool's grammar is told to the model and not "
-    "enforced. Tools that OpenAI would run are left out; a list of only such is refused.",
+    "Functions, custom tools and namespaces of functions. A custom tool's grammar is enforced if it is a regex or "
+    "Lark whose rules never lead back to themselves, without %ignore; other Lark is told to the model only. Tools that "
+    "OpenAI would run are left out; a list of only such is refused.",
     read_tools,
-    {"type": ["array", "null"], "items": {"type": "object", "required": ["type"]}},
+    shapes.RESPONSES_TOOLS,
 )
 _TOOL_CHOICE = Shaped(
     "tool_choice",
     "`none` leaves the tools out; `required` or a named tool asks for a call; `allowed_tools` leaves others out.",
     lambda value, name: (read_tool_choice(value, name), value),
-    {"type": ["string", "object", "null"]},
+    shapes.RESPONSES_TOOL_CHOICE,
 )
 _PARALLEL = Boolean("parallel_tool_calls", "false: the answer ends with its first call.")
 _MOST_CALLS = Integer("max_tool_calls", "Calls beyond so many are ignored.", 1)
@@ -195,7 +197,7 @@ _TEXT = Shaped(
     "text",
     "`format`: what the answer is, as response_format of a chat, with the schema beside the type.",
     _format,
-    {"type": ["object", "null"]},
+    shapes.TEXT_FORMAT,
 )
 _INCLUDE = Shaped(
     "include",
@@ -215,7 +217,7 @@ _METADATA = Shaped(
     "metadata",
     f"Up to {_MOST_METADATA} pairs of strings that come back with the response.",
     _metadata,
-    {"type": ["object", "null"], "additionalProperties": {"type": "string"}},
+    shapes.METADATA,
 )
 _TOP_LOGPROBS = Integer("top_logprobs", "How many alternatives for every token.", 0, MAX_TOP_LOGPROBS)
 _USER = Text("user", "Comes back with the response; nothing depends on it.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from mantou.api import defaults
 from mantou.api.fields import Schema
 from mantou.api.generation import RowPlan
 from mantou.api.openai.logprobs import chat_logprobs
-from mantou.api.planning import RowOptions, plan_rows
+from mantou.api.planning import RowOptions, length_check, plan_rows
 from mantou.api.responses.ask import CARRIED, LOGPROBS, ResponsesAsk, ask_schema, read_ask
 from mantou.api.responses.conversation import conversation
 from mantou.api.responses.fit import fitting
@@ -82,12 +82,12 @@ def _prompt(ask: ResponsesAsk, loaded: Loaded, config: Config, think: bool | Non
     if ask.reasoning.effort not in (None, "none"):
         kwargs["reasoning_effort"] = ask.reasoning.effort
 
-    def render(messages: Sequence[Message]) -> Prompt:
-        return loaded.template.render(messages, tools=offered or None, kwargs=kwargs)
+    def render(messages: Sequence[Message], check: Callable[[str], None] = lambda text: None) -> Prompt:
+        return loaded.template.render(messages, tools=offered or None, kwargs=kwargs, check=check)
 
     messages = conversation(ask.items, ask.instructions)
     if ask.truncation == "disabled":
-        return render(messages)
+        return render(messages, length_check(loaded, config))
     context = min(loaded.info.context_length, config.context_length or loaded.info.context_length)
     return fitting(messages, render, context, ask.generation.max_tokens)
 
@@ -100,7 +100,7 @@ def _options(ask: ResponsesAsk, loaded: Loaded, think: bool | None) -> RowOption
         reasoning=loaded.template.reasoning,
         logprobs=logprobs,
         top_logprobs=ask.top_logprobs if logprobs else 0,
-        tools=ask.toolbox.offered,
+        tools=ask.toolbox.enforced,
         parallel_tools=ask.parallel_tools and ask.max_tool_calls != 1,
         tool_choice=choice.kind if choice.kind != "none" else "auto",
         tool_name=choice.name,

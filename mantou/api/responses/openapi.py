@@ -19,7 +19,11 @@ _INCLUDE: Schema = {
 }
 _STREAM: list[Schema] = [
     {"name": "stream", "in": "query", "schema": {"type": "string", "enum": ["true", "false"]}},
-    {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+    {
+        "name": "starting_after",
+        "in": "query",
+        "schema": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1},
+    },
     _INCLUDE,
 ]
 _PAGE: list[Schema] = [

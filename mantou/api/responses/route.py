@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from mantou.api.body import parse_object, read_body
+from mantou.api.envelope import current
 from mantou.api.faults import ClientGone, envelope, known_error
 from mantou.api.generation import Generation
 from mantou.api.patience import begun
@@ -167,6 +168,7 @@ class CreateResponse:
             self._runs.store,
             events=ask.generation.stream,
             background=ask.background,
+            owner=current().caller or "",
         )
         await run.open()
         return run

@@ -45,8 +45,10 @@ class Run:
         *,
         events: bool,
         background: bool,
+        owner: str,
     ) -> None:
         self.id = writer.id
+        self.owner = owner  # name of the key that asked for it; "" = no key was asked for
         self.background = background
         self.error: MantouError | None = None  # why it failed, once it has
         self._generation = generation
@@ -176,7 +178,7 @@ class Run:
             return False
         body = self._writer.body()
         events = [*self._events, *([as_event(last)] if last else [])] if self.background else []
-        kept = Kept(self.id, encode(body), encode(self.items), b"".join(events), running)
+        kept = Kept(self.id, encode(body), encode(self.items), b"".join(events), running, self.owner)
         try:
             await asyncio.to_thread(self._store.put, kept, [item.id for item in body.output])
         except MantouError as error:

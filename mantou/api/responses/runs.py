@@ -1,4 +1,7 @@
-"""All responses that can be asked for: those that run and those that are stored. Knows no fields and no HTTP."""
+"""All responses that can be asked for: those that run and those that are stored. Knows no fields and no HTTP.
+
+A key finds its own, one with the scope admin those of all; to the others a response is as if it were not there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from mantou.api.envelope import current
 from mantou.api.faults import NotFound, known_error
 from mantou.api.responses.items import Item
 from mantou.api.responses.run import Run
@@ -62,34 +66,41 @@ class Runs:
         return len(self._tasks)
 
     def live(self, response_id: str) -> Run | None:
-        return self._live.get(response_id)
+        run = self._live.get(response_id)
+        return run if run is not None and _may_see(run.owner) else None
+
+    async def _kept(self, response_id: str) -> Kept | None:
+        kept = await asyncio.to_thread(self.store.get, response_id)
+        return kept if kept is not None and _may_see(kept.owner) else None
 
     async def stored(self, response_id: str) -> Kept:
         """Raises NotFound for an id that nothing is stored under."""
-        kept = await asyncio.to_thread(self.store.get, response_id)
+        kept = await self._kept(response_id)
         if kept is None:
             raise NotFound(f"Response with id {response_id!r} not found.")
         return kept
 
     async def forget(self, response_id: str) -> None:
         """Ends it if it runs. Raises NotFound."""
-        run = self._live.get(response_id)
+        run = self.live(response_id)
         if run is not None:
             run.cancel()
             await run.end()
             self._live.pop(response_id, None)
+        elif await self._kept(response_id) is None:
+            raise NotFound(f"Response with id {response_id!r} not found.")
         if not await asyncio.to_thread(self.store.delete, response_id) and run is None:
             raise NotFound(f"Response with id {response_id!r} not found.")
 
     async def history(self, response_id: str) -> tuple[list[Item], str | None]:
         """All that was said up to the end of a response, and its instructions. Raises BadRequest or NotFound."""
-        run = self._live.get(response_id)
+        run = self.live(response_id)
         if run is not None and not run.ended:
             raise BadRequest(
                 f"Response {response_id!r} is not finished; wait until it is, or cancel it.",
                 param="previous_response_id",
             )
-        kept = await asyncio.to_thread(self.store.get, response_id)
+        kept = await self._kept(response_id)
         if kept is None:
             missing = NotFound(
                 f"Previous response with id {response_id!r} not found; send the whole conversation as input."
@@ -113,7 +124,7 @@ class Runs:
         name = item["id"]
         if name not in known:
             kept = await asyncio.to_thread(self.store.of_item, name)
-            if kept is None:
+            if kept is None or not _may_see(kept.owner):
                 raise BadRequest(
                     f"Item with id {name!r} not found; send the item itself in place of the reference.",
                     param="input",
@@ -121,6 +132,12 @@ class Runs:
             said = msgspec.json.decode(kept.body)["output"]
             known |= {one["id"]: one for one in said}
         return known[name]
+
+
+def _may_see(owner: str) -> bool:
+    """Whether the request that is being answered may know of a response of this key."""
+    own = current()
+    return own.sees_all or owner == own.caller
 
 
 def _error_of(task: asyncio.Task[None]) -> BaseException:
@@ -133,4 +150,4 @@ def _failed(kept: Kept) -> Kept:
     number = kept.events.count(b"\n\n")
     event = {"type": "response.failed", "sequence_number": number, "response": body}
     last = named_event(b"response.failed", encode(event))
-    return Kept(kept.id, encode(body), kept.input, kept.events + last)
+    return Kept(kept.id, encode(body), kept.input, kept.events + last, owner=kept.owner)

@@ -20,16 +20,19 @@ from filelock import FileLock, Timeout
 from mantou.errors import ConfigError, MantouError
 
 FILE_NAME, LOCK_NAME = "responses.sqlite", "responses.lock"
-VERSION = 1
+VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, written REAL NOT NULL, used INTEGER NOT NULL,
-    running INTEGER NOT NULL, body BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL
+    running INTEGER NOT NULL, body BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL,
+    owner TEXT NOT NULL DEFAULT ''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS responses_used ON responses (used);
 CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS items_response ON items (response);
 """
+# From version 1, where nobody knew whose a response was.
+_OWNERS = "ALTER TABLE responses ADD COLUMN owner TEXT NOT NULL DEFAULT ''"
 
 
 class StoreFailed(MantouError):
@@ -45,6 +48,7 @@ class Kept:
     input: bytes
     events: bytes = b""  # its whole stream, if that can be asked for again
     running: bool = False  # not finished when this was written
+    owner: str = ""  # name of the key that asked for it; "" = no key was asked for
 
 
 class ResponseStore(Protocol):
@@ -132,8 +136,11 @@ class SqliteResponses:
         with self._turn, _told(), self._db:
             self._forget(kept.id)
             self._db.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (kept.id, nbytes, now, self._next(), kept.running, kept.body, kept.input, kept.events),
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(kept.id, nbytes, now, self._next(), kept.running),
+                    *(kept.body, kept.input, kept.events, kept.owner),
+                ),
             )
             self._db.executemany(
                 "INSERT OR REPLACE INTO items VALUES (?, ?)", [(item, kept.id) for item in item_ids]
@@ -170,13 +177,13 @@ class SqliteResponses:
 
     def _read(self, response_id: str) -> Kept | None:
         row = self._db.execute(
-            "SELECT body, input, events, running, written FROM responses WHERE id = ?", (response_id,)
+            "SELECT body, input, events, running, owner, written FROM responses WHERE id = ?", (response_id,)
         ).fetchone()
-        if row is None or self._expired(row[4]):
+        if row is None or self._expired(row[5]):
             return None
         with self._db:
             self._db.execute("UPDATE responses SET used = ? WHERE id = ?", (self._next(), response_id))
-        return Kept(response_id, row[0], row[1], row[2], bool(row[3]))
+        return Kept(response_id, row[0], row[1], row[2], bool(row[3]), row[4])
 
     def _expired(self, written: float) -> bool:
         return bool(self._ttl_s) and written <= self._clock() - self._ttl_s
@@ -232,11 +239,13 @@ def _open(path: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         version = db.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, VERSION):
+        if version not in (0, 1, VERSION):
             raise ConfigError(
                 f"{path} was written by another version of mantou; move it away or give --response-store another "
                 "folder."
             )
+        if version == 1:
+            db.execute(_OWNERS)
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {VERSION}")
         db.commit()

@@ -13,6 +13,7 @@ from typing import Any
 from mantou.api.fields import check_depth, kind_of
 from mantou.api.openai.tools import ToolChoice, offered_tools
 from mantou.api.reading import needed_text, object_of, text_of
+from mantou.chat.grammar.regular import regex_of
 from mantou.errors import BadRequest
 
 # What only OpenAI's own servers can run, or would make of what the caller runs. Agents send some of these with every
@@ -45,6 +46,7 @@ class Tool:
     function: Mapping[str, Any]  # OpenAI's chat shape, for the template
     custom: bool = False
     namespace: str | None = None
+    enforced: Mapping[str, Any] | None = None  # the function with what its text must match, for the grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class Toolbox:
     @property
     def offered(self) -> tuple[Mapping[str, Any], ...]:
         return offered_tools(self.choice, [tool.function for tool in self.tools])
+
+    @property
+    def enforced(self) -> tuple[Mapping[str, Any], ...]:
+        """The same, with the grammars of custom tools."""
+        return offered_tools(self.choice, [tool.enforced or tool.function for tool in self.tools])
 
     def named(self, name: str) -> Tool:
         """The tool behind a name that the model called; an unknown one is a function."""
@@ -148,6 +155,7 @@ def _custom(tool: Mapping[str, Any], where: str) -> Tool:
     description = text_of(tool, "description", where)
     form = tool.get("format")
     text = description or ""
+    pattern: str | None = None
     if form is not None:
         form = object_of(form, f"{where}.format")
         match needed_text(form, "type", f"{where}.format"):
@@ -156,6 +164,11 @@ def _custom(tool: Mapping[str, Any], where: str) -> Tool:
             case "grammar":
                 definition = needed_text(form, "definition", f"{where}.format")
                 syntax = needed_text(form, "syntax", f"{where}.format")
+                if syntax not in ("lark", "regex"):
+                    raise BadRequest(
+                        f"{where}.format.syntax must be lark or regex.", param=f"{where}.format.syntax"
+                    )
+                pattern = definition if syntax == "regex" else regex_of(definition)
                 text += f"\nThe input must follow this {syntax} grammar:\n{definition}"
             case _:
                 raise BadRequest(
@@ -164,7 +177,17 @@ def _custom(tool: Mapping[str, Any], where: str) -> Tool:
     echo: dict[str, Any] = {"type": "custom", "name": name, "format": form or {"type": "text"}}
     if description is not None:
         echo["description"] = description
-    return Tool(name, name, echo, _for_model(name, text or None, _INPUT, None), custom=True)
+    function = _for_model(name, text or None, _INPUT, None)
+    return Tool(
+        name, name, echo, function, custom=True, enforced=_with_pattern(name, pattern) if pattern else None
+    )
+
+
+def _with_pattern(name: str, pattern: str) -> Mapping[str, Any]:
+    """The function as the grammar sees it: its one text matches the whole regex."""
+    text = {"type": "string", "pattern": f"^(?:{pattern})$"}
+    parameters = {**_INPUT, "properties": {"input": text}, "additionalProperties": False}
+    return _for_model(name, None, parameters, strict=True)
 
 
 def _namespace(tool: Mapping[str, Any], where: str) -> list[Tool]:

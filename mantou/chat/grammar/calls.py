@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mantou.chat.grammar.lark import Lark, either
+from mantou.chat.grammar.regex import anchored
 from mantou.chat.grammar.schema import bounded
 from mantou.chat.tools import ToolFormat
 from mantou.chat.tools.calls import TEXT, types_of
@@ -163,15 +164,12 @@ class Fields:
             if choices and all(isinstance(choice, str) for choice in choices):
                 texts = [lark.spelled(self.quotes + choice + self.quotes) or _NONE for choice in choices]
                 return f"{either(texts)} {after}".strip()
-            if tool.strict and {"pattern", "format"} & own.keys():
-                raise BadRequest(
-                    f"{tool.param} has a pattern or a format for a text, which cannot be enforced in this model's "
-                    "calls; leave strict out.",
-                    param=tool.param,
-                )
-            # The text ends at the tag, as for the parser; line breaks around it are no part of the tag.
-            end = (self.quotes + self.after).strip("\n")
-            text = lark.until(end, own.get("minLength", 0), own.get("maxLength"))
+            # The text ends at the tag, as for the parser; line breaks around it are no part of the tag, unless a regex
+            # says which of them are the text's.
+            regex = _pattern(tool, own)
+            end = (self.quotes + self.after).rstrip("\n")
+            end = end if regex else end.lstrip("\n")
+            text = lark.until(end, own.get("minLength", 0), own.get("maxLength"), regex)
             rest = lark.spelled("\n") if self.after.endswith("\n") else ""
             return f"{lark.spelled(self.quotes)} {text} {rest}".strip()
         if self.python and kinds <= {"boolean"} and kinds:
@@ -180,6 +178,23 @@ class Fields:
         if "$defs" in root or "definitions" in root:
             nested |= {key: root[key] for key in ("$defs", "definitions") if key in root}
         return f"{lark.json(nested)} {after}".strip()
+
+
+def _pattern(tool: Tool, own: Mapping[str, Any]) -> str:
+    """The regex that a text between tags must match; "" if it may be anything. Raises BadRequest for a text of which
+    more is asked than a regex, or a length, can say.
+    """
+    if not tool.strict or not {"pattern", "format"} & own.keys():
+        return ""
+    if "format" in own or own.get("minLength") or "maxLength" in own:
+        raise BadRequest(
+            f"{tool.param} has a format, or a pattern with a length, for a text, which cannot be enforced in this "
+            "model's calls; leave strict out.",
+            param=tool.param,
+        )
+    from llguidance import regex_to_lark
+
+    return regex_to_lark(anchored(str(own["pattern"])), "")
 
 
 # ---------------------------------------------------------------------- formats
@@ -247,6 +262,12 @@ STYLES: Mapping[str, Style] = {
         "<|tool_call_end|>",
         _json,
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "kimi_k3": Style(
+        '<|open|>call tool="{name}" index="{number}"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
+        _json,
+        ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
     ),
     "harmony": Style(
         "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", _json, single=True

@@ -1,8 +1,8 @@
 """What an answer must be, compiled for one tokenizer: schemas, regexes, grammars, choices and enforced tool calls.
 
 `write` turns a request's wishes into a grammar and compiles it, on the caller's thread; `make` hands the engine a
-constraint over what was compiled. Reasoning comes first and is free; the end of sequence is allowed exactly where the
-grammar is satisfied. Knows no HTTP, no engine and no arrays beyond a mask.
+constraint over what was compiled. Reasoning comes first and is free, up to its budget; the end of sequence is allowed
+exactly where the grammar is satisfied. Knows no HTTP, no engine and no arrays beyond a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mantou.chat.grammar.calls import MAX_CALLS, Tool, calls, has_grammar, trigger
 from mantou.chat.grammar.lark import ANYTHING, Lark
-from mantou.chat.grammar.regex import check_regex
+from mantou.chat.grammar.regex import check_regex, unanchored
 from mantou.chat.grammar.schema import bounded
 from mantou.chat.reasoning import ReasoningFormat
 from mantou.chat.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from mantou.chat.grammar.constraint import GrammarConstraint
+    from mantou.protocols import Constraint
 
 MAX_SOURCE = 512 * 1024  # characters of one grammar; larger ones come from no real client
 MAX_MESSAGE = 300
@@ -36,7 +37,32 @@ _NUM_CACHED = 128
 # Units of llguidance. Its own limits let one regex take ten seconds of the model's thread.
 _START_FUEL, _STEP_FUEL, _MAX_STATES, _MAX_SYMBOLS = 200_000, 200_000, 50_000, 200_000
 _GAP = r"\n{0,2}"  # between reasoning and answer
-_HARMONY_END = "<|end|><|start|>assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """How a format that frames whole answers writes its parts. `end` may close the whole."""
+
+    reasoning: tuple[str, str]
+    text: tuple[str, str]
+    end: str = ""
+    most_reasoning: int = 1  # blocks
+    text_and_calls: bool = False  # in one answer
+
+
+_FRAMES: Mapping[str, _Frame] = {
+    "harmony": _Frame(
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        ("<|channel|>final<|message|>", ""),
+        most_reasoning=2,
+    ),
+    "kimi_k3": _Frame(
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+        end="<|close|>message<|sep|>",
+        text_and_calls=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,30 +117,27 @@ class Grammars:
         self._get(text, wish.param if wish is not None else "tools")
         return text
 
-    def make(self, request: Request) -> GrammarConstraint | None:
+    def make(self, request: Request) -> Constraint | None:
         """The Constraints seam."""
-        if not request.grammar:
-            return None
+        found = self._grammar(request.grammar) if request.grammar else None
+        if request.reasoning_budget is None:
+            return found
+        from mantou.chat.grammar.budget import BudgetConstraint
+
+        return BudgetConstraint(self._tokenizer, request.reasoning_budget, found)
+
+    def _grammar(self, text: str) -> GrammarConstraint:
         from mantou.chat.grammar.constraint import GrammarConstraint
 
-        matcher = self._get(request.grammar, "response_format").deep_copy()
+        matcher = self._get(text, "response_format").deep_copy()
         return GrammarConstraint(matcher, self._num_tokens, sorted(self._tokenizer.eos))
 
     # ------------------------------------------------------------------ the answer
     def _answer(self, lark: Lark, wish: Grammar | None, setting: Setting) -> str:
         use = setting.tools
-        own = use.form.reasoning if use is not None else None
-        if own is not None and use is not None and use.form.name != "harmony":
-            raise BadRequest(
-                "Structured output is not supported yet for the way in which this model frames its answers.",
-                param=wish.param if wish is not None else "tool_choice",
-            )
-        framed = own is not None
+        if use is not None and use.form.reasoning is not None:
+            return self._framed(lark, wish, setting, _FRAMES[use.form.name])
         content = _content(lark, wish) if wish is not None else None
-        if framed and content is None and setting.choice == "auto":
-            content = lark.rule("rest", ANYTHING)
-        if framed and content is not None:
-            content = lark.rule("final", f"{lark.spelled('<|channel|>final<|message|>')} {content}")
         if setting.choice != "auto":
             body = self._calls(lark, setting)
         elif content is not None:
@@ -122,8 +145,25 @@ class Grammars:
             body = lark.rule("body", " | ".join(part for part in (called, content) if part))
         else:
             body = self._free(lark, setting)
-        before = _framed_reasoning(lark, setting) if framed else _reasoning(lark, setting)
-        return f"{before} {body}".strip()
+        return f"{_reasoning(lark, setting)} {body}".strip()
+
+    def _framed(self, lark: Lark, wish: Grammar | None, setting: Setting, frame: _Frame) -> str:
+        use = setting.tools
+        assert use is not None
+        called = self._calls(lark, setting) if use.tools or setting.choice != "auto" else ""
+        before, after = frame.text
+        if setting.choice != "auto":
+            body = called
+        elif wish is not None:
+            content = f"{lark.spelled(before)} {_content(lark, wish)} {lark.spelled(after)}"
+            body = lark.rule("body", f"{called} | {content}" if called else content)
+        else:
+            rest = lark.until(after) if after else lark.rule("rest", ANYTHING)
+            more = f"({called})?" if called and frame.text_and_calls else ""
+            content = f"{lark.spelled(before)} {rest} {more}"
+            body = lark.rule("body", f"{called} | {content}" if called else content)
+        end = f"({lark.spelled(frame.end)})?" if frame.end else ""
+        return f"{_framed_reasoning(lark, setting, frame)} {body} {end}".strip()
 
     def _calls(self, lark: Lark, setting: Setting, opened: str = "") -> str:
         """`opened`: what has begun the first call already."""
@@ -217,7 +257,7 @@ def _content(lark: Lark, wish: Grammar) -> str:
             from llguidance import regex_to_lark
 
             check_regex(wish.source, wish.param)
-            return lark.terminal(regex_to_lark(_unanchored(wish.source), ""))
+            return lark.terminal(regex_to_lark(unanchored(wish.source), ""))
         case "choice":
             texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(wish.source)]
             return lark.rule("choice", " | ".join(texts))
@@ -240,13 +280,6 @@ def _as_lark(wish: Grammar) -> str:
         ) from None
 
 
-def _unanchored(regex: str) -> str:
-    """A grammar's regex always matches the whole; anchors at its ends say the same."""
-    body = regex.removeprefix("^")
-    slashes = len(body[:-1]) - len(body[:-1].rstrip("\\"))
-    return body[:-1] if body.endswith("$") and slashes % 2 == 0 else body
-
-
 def _reasoning(lark: Lark, setting: Setting) -> str:
     """The rest of a block that the prompt opened, or a block that the answer may open."""
     form = setting.reasoning
@@ -258,12 +291,12 @@ def _reasoning(lark: Lark, setting: Setting) -> str:
     return f"({lark.spelled(form.open)} {rest})?" if setting.may_reason else ""
 
 
-def _framed_reasoning(lark: Lark, setting: Setting) -> str:
-    head = lark.spelled("<|channel|>analysis<|message|>")
-    rest = lark.until(_HARMONY_END)
+def _framed_reasoning(lark: Lark, setting: Setting, frame: _Frame) -> str:
+    opening, closing = frame.reasoning
+    rest = lark.until(closing)
     if setting.reasoning_open:
         return rest
-    return f"({head} {rest}){{0,2}}"
+    return f"({lark.spelled(opening)} {rest}){{0,{frame.most_reasoning}}}"
 
 
 def _reason(error: str) -> str:

@@ -38,18 +38,21 @@ class Lark:
         parts.append(_quoted(text[place:]))
         return " ".join(part for part in parts if part)
 
-    def until(self, end: str, least: int = 0, most: int | None = None) -> str:
-        """Any text of `least` to `most` characters, and the `end` that it does not hold."""
+    def until(self, end: str, least: int = 0, most: int | None = None, regex: str = "") -> str:
+        """Any text of `least` to `most` characters, and the `end` that it does not hold; with `regex` (in which a
+        slash is escaped), a text that it matches.
+        """
         amount = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        body = f"({regex})" if regex else f"{_CHARACTER}{amount}"
         found = self._find.match(end) if self._find else None
         if found:
-            return f"{self.terminal(_CHARACTER + amount)} {self.spelled(end)}"
+            return f"{self.terminal(body)} {self.spelled(end)}"
         first, mark, rest = end, "", ""
         if self._find and (inner := self._find.search(end)):
             first, mark, rest = end[: inner.start()], inner[0], end[inner.end() :]
         lazy = self._named(
             "until",
-            f"/{_CHARACTER}{amount}{_escaped_regex(first)}/",
+            f"/{body}{_escaped_regex(first)}/",
             lambda name, body: f"{name}[lazy]: {body}",
         )
         return f"{lazy} {self.spelled(mark + rest)}".strip()

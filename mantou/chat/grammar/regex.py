@@ -40,3 +40,21 @@ def check_regex(pattern: str, param: str) -> None:
                 param=param,
             )
         most[-1] = max(most[-1], copies)
+
+
+def unanchored(regex: str) -> str:
+    """For a place that matches the whole anyway: anchors at the ends say the same."""
+    body = regex.removeprefix("^")
+    return body[:-1] if _ends_anchored(body) else body
+
+
+def anchored(pattern: str) -> str:
+    """A schema's pattern, which matches anywhere in a text, as a regex of the whole text."""
+    before = "" if pattern.startswith("^") else r"(.|\n)*"
+    after = "" if _ends_anchored(pattern) else r"(.|\n)*"
+    return f"{before}({unanchored(pattern)}){after}"
+
+
+def _ends_anchored(regex: str) -> bool:
+    slashes = len(regex[:-1]) - len(regex[:-1].rstrip("\\"))
+    return regex.endswith("$") and slashes % 2 == 0

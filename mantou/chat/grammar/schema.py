@@ -184,7 +184,9 @@ class _Bounds:
             return node or True if not path else True
         kinds = node.get("type")
         types = set(cast("list[str]", kinds)) if isinstance(kinds, list) else {kinds}
-        if "string" in types and "format" not in node and "maxLength" not in node:
+        # A pattern of a text as long as a file is not counted too: both together are beyond what can be compiled.
+        free = "format" not in node and not ("pattern" in node and self._max_string > MAX_STRING)
+        if "string" in types and free and "maxLength" not in node:
             node["maxLength"] = max(self._max_string, 2 * _number(node, "minLength"))
         if "integer" in types and "multipleOf" not in node:
             self._bound_integer(node)

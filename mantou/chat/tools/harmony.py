@@ -13,6 +13,7 @@ from mantou.chat.tools.values import read_object
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _CALL, _CONSTRAIN = "<|call|>", "<|constrain|>"
+_ANSWER = f"{_START}assistant"  # what follows the end of a message within an answer
 _ENDS = ("<|end|>", _CALL, "<|return|>")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _HEADER_LENGTH = 512
@@ -95,5 +96,7 @@ HARMONY = ToolFormat(
     _no_openers,
     tags=(_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS),
     split=_split,
-    reasoning=ReasoningFormat("gpt-oss-channels", f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>", marked=True),
+    reasoning=ReasoningFormat(
+        "gpt-oss-channels", f"{_CHANNEL}analysis{_MESSAGE}", "<|end|>", marked=True, after=_ANSWER
+    ),
 )
