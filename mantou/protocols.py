@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from mantou.kv.pieces import Piece, State
-    from mantou.kv.plan import KVPlan
-    from mantou.kv.shapes import LayerShape
+    from mantou.kv.plan import KVPlan, LayerCodec
+    from mantou.kv.records import RecordCodec
+    from mantou.kv.shapes import LayerShape, Packing
 
 
 # ------------------------------------------------------------------ engine <-> world
@@ -178,6 +179,11 @@ class KVCodec(Protocol):
     @property
     def affine(self) -> tuple[int, int] | None:
         """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the bits say the values, for a kernel that stores and reads them in its own place; None for no such."""
         ...
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
@@ -366,6 +372,12 @@ class DeviceOps(Protocol):
     ) -> mx.array | None:
         """Rows [B, H, T, d] in `buffer` [slots, H, columns, d]: row b in slot first_slot + b from column start[b] on,
         modulo `ring` if that is not 0, and only its first count[b]. None = MLX's own operations will do.
+        """
+        ...
+
+    def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
+        """How the device's kernels keep such a cache's keys and values and attend to them in place; None = as the codec
+        does, and attention unpacks them.
         """
         ...
 

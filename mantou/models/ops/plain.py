@@ -20,5 +20,8 @@ class PlainOps:
     def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
         return None
 
+    def records(self, shape: Any, codec: Any) -> None:
+        return None
+
     def draw(self, logits: Any, params: Any, positions: Any) -> None:
         return None
