@@ -12,6 +12,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mantou.kv.plan import LayerCodec
+from mantou.kv.records import RecordCodec
+from mantou.kv.shapes import LayerShape
+from mantou.models.ops.records import InPlace, RecordAttention, cuda_kernels
+
 # Queries that share a KV head are folded into one block of rows up to this many tokens a row; beyond, the fused
 # kernel has enough rows as it is.
 FOLD_WIDTH = 8
@@ -75,6 +80,9 @@ class FoldedAttention:
 class CudaOps:
     name = "cuda"
 
+    def __init__(self) -> None:
+        self._attention = InPlace(cuda_kernels)
+
     def install(self, model: Any) -> Sequence[str]:
         """Retypes quantised layers of the graph and replaces MLX's attention for this process."""
         for _, module in model.named_modules():
@@ -82,9 +90,13 @@ class CudaOps:
                 module.__class__ = FlatQuantizedLinear
             elif type(module) is nn.QuantizedEmbedding:
                 module.__class__ = FlatQuantizedEmbedding
-        if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention):
+        if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention | RecordAttention):
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
+        self._attention.install()
         return ()
+
+    def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
+        return self._attention.records(shape, codec)
 
     def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
         return None

@@ -7,7 +7,7 @@ masks of a graph's own, head dimensions other than 64, 128, 256 and 512.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -232,7 +232,7 @@ class Records(RecordCodec):
             output_dtypes=[mx.float32, mx.float32],
         )
         (out,) = self.kernels.merge(
-            inputs=[q, parts, sums, at, signs, _NO_SINKS() if sinks is None else sinks.astype(mx.float32) * LOG2_E],
+            inputs=[q, parts, sums, at, signs, _no_sinks() if sinks is None else sinks.astype(mx.float32) * LOG2_E],
             template=[
                 ("T", q.dtype),
                 ("D", head_dim),
@@ -253,7 +253,7 @@ def _array(values: tuple[float, ...]) -> mx.array:
     return mx.array(np.array(values, np.float32))
 
 
-def _NO_SINKS() -> mx.array:
+def _no_sinks() -> mx.array:
     return _array((0.0,))
 
 
@@ -270,12 +270,11 @@ def _columns(place: Place) -> mx.array:
 Attention = Callable[..., mx.array]
 
 
-@dataclass(slots=True)
 class RecordAttention:
     """Scaled dot-product attention that reads records where its keys and values are a layer's own."""
 
-    plain: Attention
-    used: dict[str, int] = field(default_factory=dict[str, int])
+    def __init__(self, plain: Attention) -> None:
+        self.plain = plain
 
     def __call__(
         self, q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **more: Any
@@ -286,3 +285,24 @@ class RecordAttention:
             if out is not None:
                 return out
         return self.plain(q, k, v, scale=scale, mask=mask, **more)
+
+
+class InPlace:
+    """A device's kernels over records, made when the first cache takes them."""
+
+    def __init__(self, make: Callable[[], RecordKernels]) -> None:
+        self._make = make
+        self._kernels: RecordKernels | None = None
+
+    def install(self) -> None:
+        """Wraps MLX's attention in this process. Calling it again changes nothing."""
+        if not isinstance(mx.fast.scaled_dot_product_attention, RecordAttention):
+            mx.fast.scaled_dot_product_attention = RecordAttention(mx.fast.scaled_dot_product_attention)
+
+    def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
+        form = record_format(codec, shape)
+        if form is None:
+            return None
+        if self._kernels is None:
+            self._kernels = self._make()
+        return Records(f"{codec.name} in place", form, self._kernels)
