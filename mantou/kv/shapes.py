@@ -18,7 +18,9 @@ class Packing:
     group_size: int = 0  # at most; 0 where levels say the values
     levels: tuple[float, ...] = ()
     edges: tuple[float, ...] = ()  # between the levels
-    signs: Callable[[int], Any] | None = None  # head dimension -> float32[D] before Hadamard's transform, if rotated
+    signs: Callable[[int], Any] | None = (
+        None  # head dimension -> float32[D] before Hadamard's transform, if rotated
+    )
 
 
 @dataclass(frozen=True, slots=True)

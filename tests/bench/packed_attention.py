@@ -141,9 +141,7 @@ def compare(case: Case) -> bool:
     geometry = Geometry(Group(0, case.width, (case.width,) * batch), case.starts)
     place = Place(geometry, span)
     keys, values = (x.astype(mx.float32) for x in records.fetch(packed, place, case.dtype))
-    kept = [
-        c.unpack(c.pack(x), mx.float32) for c, x in ((codec.keys, k), (codec.values, v))
-    ]
+    kept = [c.unpack(c.pack(x), mx.float32) for c, x in ((codec.keys, k), (codec.values, v))]
     worse = [
         float(mx.sqrt(mx.mean((ours - x.astype(mx.float32)) ** 2)))
         / float(mx.sqrt(mx.mean((theirs - x.astype(mx.float32)) ** 2)))
@@ -163,7 +161,12 @@ def compare(case: Case) -> bool:
     want = weights @ mx.repeat(values, case.heads // case.kv_heads, 1)
     error = float(mx.abs(got - want).max()) / float(mx.abs(want).max())
     good = error < (2e-2 if case.dtype != mx.float32 else 1e-3) and max(worse) < 1.05
-    say("ok " if good else "BAD", case, f"error {error:.1e}", f"packing error, of the codec's: {worse[0]:.3f} {worse[1]:.3f}")
+    say(
+        "ok " if good else "BAD",
+        case,
+        f"error {error:.1e}",
+        f"packing error, of the codec's: {worse[0]:.3f} {worse[1]:.3f}",
+    )
     return good
 
 
@@ -175,7 +178,9 @@ def correctness() -> list[Case]:
     cases += [replace(plain, heads=h, kv_heads=n) for h, n in ((8, 8), (28, 4), (16, 2), (6, 3))]
     cases += [replace(plain, scheme=s, dtype=d) for s in ("8", "turbo") for d in (mx.float16, mx.float32)]
     cases += [replace(plain, window=100), replace(plain, sinks=True, head_dim=64), replace(plain, width=3)]
-    cases += [replace(plain, scheme=s, variant=name) for s in ("8", "turbo") for name in VARIANTS if name != "base"]
+    cases += [
+        replace(plain, scheme=s, variant=name) for s in ("8", "turbo") for name in VARIANTS if name != "base"
+    ]
     return cases
 
 
@@ -189,7 +194,9 @@ def check_all(parts: int, limit: float) -> None:
     """All cases, each process compiling its own share."""
     command = [sys.executable, "-m", "tests.bench.packed_attention", "--part"]
     workers = [
-        subprocess.Popen([*command, f"{i}/{parts}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, f"{i}/{parts}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for i in range(parts)
     ]
     end = time.monotonic() + limit
@@ -250,7 +257,9 @@ class Layer:
     def unpacked(self, plain: Callable[..., mx.array], scheme: str) -> float:
         heads = (8, 128)
         codec = codec_of(scheme, 64, LayerShape(0, "full", heads, heads, 2))
-        parts = [(codec.keys.pack(k), codec.values.pack(v)) for k, v in zip(self.keys, self.values, strict=True)]
+        parts = [
+            (codec.keys.pack(k), codec.values.pack(v)) for k, v in zip(self.keys, self.values, strict=True)
+        ]
         mx.eval(parts)
 
         def call(i: int) -> mx.array:
@@ -274,12 +283,20 @@ class Layer:
         )
 
 
-def time_layers(plain: Callable[..., mx.array], sizes: Sequence[tuple[int, int]], kept: dict[str, Any]) -> None:
-    say("us a layer | rows, columns | native (None), ragged fold | unpack + SDPA of each | in place of each |", *SCHEMES)
+def time_layers(
+    plain: Callable[..., mx.array], sizes: Sequence[tuple[int, int]], kept: dict[str, Any]
+) -> None:
+    say(
+        "us a layer | rows, columns | native (None), ragged fold | unpack + SDPA of each | in place of each |",
+        *SCHEMES,
+    )
     for rows, columns in sizes:
         with guarded(f"{rows} rows of {columns}"):
             layer = Layer(rows, columns)
-            row: dict[str, Any] = {"native": layer.native(plain), "ragged": Layer(rows, columns, True).native(plain)}
+            row: dict[str, Any] = {
+                "native": layer.native(plain),
+                "ragged": Layer(rows, columns, True).native(plain),
+            }
             for scheme in SCHEMES:
                 with guarded(f"in place {scheme}"):
                     row[f"in place {scheme}"] = layer.in_place(scheme, "base")
@@ -319,7 +336,9 @@ def random_model(config: dict[str, Any]) -> Any:
     return describe(module, config, Family("qwen3", supported=True))
 
 
-def decode(model: Any, scheme: KVScheme, lengths: Sequence[int], steps: int, chunk: int = 512) -> dict[str, float]:
+def decode(
+    model: Any, scheme: KVScheme, lengths: Sequence[int], steps: int, chunk: int = 512
+) -> dict[str, float]:
     """Milliseconds a step and tokens a second of rows that hold `lengths` tokens."""
     runner = Runner(model, scheme, max_width=chunk, span_step=256)
     rows = len(lengths)
@@ -417,7 +436,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [(rows, columns) for columns in (4096, 1024, 16384) for rows in (1, 4, 8, 16, 32)]
     parts: dict[str, Callable[[], None]] = {
         "check": lambda: check_all(args.processes, 60),
-        "variants": lambda: time_variants([(1, 4096), (8, 4096), (32, 4096), (1, 16384)], results["variants"]),
+        "variants": lambda: time_variants(
+            [(1, 4096), (8, 4096), (32, 4096), (1, 16384)], results["variants"]
+        ),
         "layers": lambda: time_layers(plain, sizes, results["layers"]),
         "model": lambda: time_model(QWEN, 4096, 32, args.limit, results["model"]),
     }

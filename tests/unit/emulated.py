@@ -133,7 +133,9 @@ class EmulatedKernel:
     def _source(self, inputs: Sequence[mx.array], dtypes: Sequence[mx.Dtype], template: Any) -> str:
         lines, at = [self.header, _LAUNCH, "static void one_thread() {"], 0
         for name, array in zip(self.inputs, inputs, strict=True):
-            lines.append(f"const {_C_TYPES[array.dtype]}* {name} = (const {_C_TYPES[array.dtype]}*)arguments[{at}];")
+            lines.append(
+                f"const {_C_TYPES[array.dtype]}* {name} = (const {_C_TYPES[array.dtype]}*)arguments[{at}];"
+            )
             lines.append(f"const int* {name}_shape = (const int*)arguments[{at + 1}];")
             lines.append(f"const long* {name}_strides = (const long*)arguments[{at + 2}];")
             at += 3
@@ -150,7 +152,17 @@ class EmulatedKernel:
             if not library.exists():
                 path = self.folder / f"{name}.cpp"
                 path.write_text(text, "utf-8")
-                command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(path), "-o", str(library)]
+                command = [
+                    "g++",
+                    "-std=c++17",
+                    "-O1",
+                    "-w",
+                    "-shared",
+                    "-fPIC",
+                    str(path),
+                    "-o",
+                    str(library),
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 assert not done.returncode, done.stderr[:3000]
             self._built[name] = ctypes.CDLL(str(library))
@@ -171,7 +183,10 @@ class EmulatedKernel:
             data = _numpy(array)
             strides = np.array([s // data.itemsize for s in data.strides], np.int64)
             held += [data, np.array(array.shape, np.int32), strides]
-        outs = [np.full(shape, 0xA5, _NUMPY[dtype]) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        outs = [
+            np.full(shape, 0xA5, _NUMPY[dtype])
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
         pointers = (ctypes.c_void_p * (len(held) + len(outs)))(*[a.ctypes.data for a in (*held, *outs)])
         blocks = [-(-total // size) for total, size in zip(grid, threadgroup, strict=True)]
         self._library(self._source(inputs, output_dtypes, template)).launch(pointers, *blocks, threadgroup[0])
@@ -179,7 +194,13 @@ class EmulatedKernel:
         return [mx.array(out).view(dtype) if dtype == mx.bfloat16 else mx.array(out) for out, dtype in made]
 
 
-_NUMPY = {mx.float32: np.float32, mx.bfloat16: np.uint16, mx.float16: np.float16, mx.uint32: np.uint32, mx.int32: np.int32}
+_NUMPY = {
+    mx.float32: np.float32,
+    mx.bfloat16: np.uint16,
+    mx.float16: np.float16,
+    mx.uint32: np.uint32,
+    mx.int32: np.int32,
+}
 
 
 def _numpy(array: mx.array) -> np.ndarray:

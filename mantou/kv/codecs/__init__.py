@@ -5,4 +5,14 @@ from mantou.kv.codecs.native import Native, Nothing
 from mantou.kv.codecs.schemes import SCHEMES, InRecords, Uniform, make_scheme
 from mantou.kv.codecs.turbo import Codebook, Rotated
 
-__all__ = ["SCHEMES", "Affine", "Codebook", "InRecords", "Native", "Nothing", "Rotated", "Uniform", "make_scheme"]
+__all__ = [
+    "SCHEMES",
+    "Affine",
+    "Codebook",
+    "InRecords",
+    "Native",
+    "Nothing",
+    "Rotated",
+    "Uniform",
+    "make_scheme",
+]

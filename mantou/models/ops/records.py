@@ -6,10 +6,9 @@ masks of a graph's own, head dimensions other than 64, 128, 256 and 512.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -38,28 +37,60 @@ class Tuning:
 
 
 KernelMaker = Callable[..., Callable[..., Sequence[mx.array]]]  # mx.fast.cuda_kernel and its like
+Constants = Mapping[str, int | bool]
+
+
+class _Source(NamedTuple):
+    inputs: str
+    outputs: str
+    body: str
+    contiguous: bool = True  # copies inputs that are not
+
+
+_SOURCES: Mapping[str, _Source] = {
+    "attend": _Source("q kv at signs consts", "parts sums", source.ATTEND),
+    "merge": _Source("q parts sums at signs sinks", "out", source.MERGE),
+    "pack": _Source("k v signs consts", "out", source.PACK, contiguous=False),
+    "unpack": _Source("kv at signs consts", "keys values", source.UNPACK),
+}
 
 
 class RecordKernels:
-    """The four kernels, for one device. `make` and `header` are the device's."""
+    """The four kernels, for one device. `make` and `header` are the device's.
 
-    def __init__(self, make: KernelMaker, header: str, *, note: str = "", tuning: Tuning | None = None) -> None:
+    Constants stand in the source and not among template arguments: those would be converted at every call.
+    """
+
+    def __init__(
+        self, make: KernelMaker, header: str, *, note: str = "", tuning: Tuning | None = None
+    ) -> None:
         self.tuning = tuning or Tuning()
+        self._make = make
+        self._header = header + source.HELPERS
+        self._note = note
+        self._made: dict[str, Callable[..., Sequence[mx.array]]] = {}
 
-        def kernel(name: str, inputs: str, outputs: str, body: str, contiguous: bool = True) -> Any:
-            return make(
-                name=f"mantou_kv_{name}",
-                input_names=inputs.split(),
-                output_names=outputs.split(),
-                source=note + body,
-                header=header + source.HELPERS,
-                ensure_row_contiguous=contiguous,
-            )
+    def kernel(self, which: str, constants: Constants) -> Callable[..., Sequence[mx.array]]:
+        """The kernel's name tells its constants: MLX keeps what it compiled by name."""
+        name = "_".join(["mantou_kv", which, *(str(int(value)) for value in constants.values())])
+        if name not in self._made:
+            self._made[name] = self._compiled(name, which, constants)
+        return self._made[name]
 
-        self.attend = kernel("attend", "q kv at signs consts", "parts sums", source.ATTEND)
-        self.merge = kernel("merge", "q parts sums at signs sinks", "out", source.MERGE)
-        self.pack = kernel("pack", "k v signs consts", "out", source.PACK, contiguous=False)
-        self.unpack = kernel("unpack", "kv at signs consts", "keys values", source.UNPACK)
+    def _compiled(self, name: str, which: str, constants: Constants) -> Callable[..., Sequence[mx.array]]:
+        inputs, outputs, body, contiguous = _SOURCES[which]
+        lines = [
+            f"  constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};"
+            for name, value in constants.items()
+        ]
+        return self._make(
+            name=name,
+            input_names=inputs.split(),
+            output_names=outputs.split(),
+            source="\n".join([*lines, self._note + body]),
+            header=self._header,
+            ensure_row_contiguous=contiguous,
+        )
 
 
 def cuda_kernels(tuning: Tuning | None = None) -> RecordKernels:
@@ -71,6 +102,17 @@ def metal_kernels(tuning: Tuning | None = None) -> RecordKernels:
     return RecordKernels(
         mx.fast.metal_kernel, source.METAL_HEADER, note=source.METAL_ATTRIBUTES, tuning=tuning
     )
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A kernel with all of a call that does not change while shapes do not."""
+
+    kernel: Callable[..., Sequence[mx.array]]
+    fixed: dict[str, Any]
+
+    def __call__(self, *inputs: mx.array) -> Sequence[mx.array]:
+        return self.kernel(inputs=list(inputs), **self.fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +165,11 @@ class _Call:
 
     def __call__(self, q: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array | None:
         width = q.shape[2]
-        if width > self.codec.kernels.tuning.max_width or q.dtype != self.dtype or q.shape[1] % self.records.shape[1]:
+        if (
+            width > self.codec.kernels.tuning.max_width
+            or q.dtype != self.dtype
+            or q.shape[1] % self.records.shape[1]
+        ):
             return None
         window = self.place.window_of(mask, width)
         if window is None:
@@ -138,52 +184,62 @@ class Records(RecordCodec):
         super().__init__(name)
         self.format = form
         self.kernels = kernels
+        self._launches: dict[Hashable, Any] = {}
+        signs = form.keys.signs
+        self._signs = _floats(signs(form.head_dim) if signs is not None else (0.0,))
+        self._no_sinks = _floats((0.0,))
+        self._scaled: dict[float, mx.array] = {}
 
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float:
         return num_heads * self.format.words(itemsize) * 4
 
-    # -- what does not change from call to call
-    def _template(self, dtype: mx.Dtype) -> list[tuple[str, Any]]:
+    def _constants(self, dtype: mx.Dtype) -> dict[str, int | bool]:
         form = self.format
-        return [
-            ("T", dtype),
-            ("D", form.head_dim),
-            ("KB", form.keys.bits),
-            ("VB", form.values.bits),
-            ("GS", form.group),
-            ("BOOK", bool(form.values.levels)),
-            ("TURBO", form.rotated),
-            ("REC", form.words(dtype.size)),
-        ]
+        return {
+            "D": form.head_dim,
+            "KB": form.keys.bits,
+            "VB": form.values.bits,
+            "GS": form.group,
+            "BOOK": bool(form.values.levels),
+            "TURBO": form.rotated,
+            "REC": form.words(dtype.size),
+        }
 
-    def _signs(self) -> mx.array:
-        signs = self.format.keys.signs
-        return _array(tuple(float(s) for s in signs(self.format.head_dim)) if signs is not None else (1.0,))
-
-    def _consts(self, scale: float = 1.0) -> mx.array:
-        values = self.format.values
-        levels = (*values.levels, *[0.0] * 8)[:8]
-        return _array((scale * LOG2_E, *levels, *(*values.edges, *[0.0] * 7)[:7]))
+    def _consts(self, scale: float) -> mx.array:
+        if scale not in self._scaled:
+            values = self.format.values
+            levels = (*values.levels, *[0.0] * 16)[:16]
+            self._scaled[scale] = _floats((scale * LOG2_E, *levels, *(*values.edges, *[0.0] * 15)[:15]))
+        return self._scaled[scale]
 
     # -- packing
     def pack_both(self, keys: mx.array, values: mx.array) -> mx.array:
-        batch, heads, width, _ = keys.shape
-        (records,) = self.kernels.pack(
-            inputs=[keys, values.astype(keys.dtype), self._signs(), self._consts()],
-            template=self._template(keys.dtype),
-            grid=(batch * heads * width * _WARP, 2, 1),
-            threadgroup=(_WARP, 1, 1),
-            output_shapes=[(batch, heads, width, self.format.words(keys.dtype.size))],
-            output_dtypes=[mx.uint32],
-        )
-        return records
+        key = "pack", keys.shape, keys.dtype
+        if key not in self._launches:
+            batch, heads, width, _ = keys.shape
+            self._launches[key] = _Launch(
+                self.kernels.kernel("pack", self._constants(keys.dtype)),
+                {
+                    "template": [("T", keys.dtype)],
+                    "grid": (batch * heads * width * _WARP, 2, 1),
+                    "threadgroup": (_WARP, 1, 1),
+                    "output_shapes": [(batch, heads, width, self.format.words(keys.dtype.size))],
+                    "output_dtypes": [mx.uint32],
+                },
+            )
+        if values.dtype != keys.dtype:
+            values = values.astype(keys.dtype)
+        return self._launches[key](keys, values, self._signs, self._consts(1.0))[0]
 
     def fetch(self, records: mx.array, place: Place, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         rows, heads, span = place.geometry.num_rows, records.shape[1], place.span
+        key = "unpack", rows, heads, dtype
+        if key not in self._launches:
+            self._launches[key] = self.kernels.kernel("unpack", self._constants(dtype))
         shape = (rows, heads, span, self.format.head_dim)
-        keys, values = self.kernels.unpack(
-            inputs=[records, _columns(place), self._signs(), self._consts()],
-            template=self._template(dtype),
+        keys, values = self._launches[key](
+            inputs=[records, _columns(place), self._signs, self._consts(1.0)],
+            template=[("T", dtype)],
             grid=(-(-span // _UNPACK_COLUMNS) * _UNPACK_COLUMNS * _WARP, rows * heads, 2),
             threadgroup=(_UNPACK_COLUMNS * _WARP, 1, 1),
             output_shapes=[shape, shape],
@@ -203,58 +259,69 @@ class Records(RecordCodec):
         sinks: mx.array | None,
     ) -> mx.array:
         """q [B, H, W, D] over the columns of `place`; query t of row b stands at position start[b] + t."""
+        runs = -(-(place.ring or place.span) // self.kernels.tuning.run)
+        key = q.shape, q.dtype, records.shape[1], runs, place.ring, window, sinks is not None
+        if key not in self._launches:
+            self._launches[key] = self._attention_launches(*key)
+        attend, merge = self._launches[key]
+        at = _columns(place)
+        parts, sums = attend(q, records, at, self._signs, self._consts(scale))
+        extra = self._no_sinks if sinks is None else sinks.astype(mx.float32) * LOG2_E
+        return merge(q, parts, sums, at, self._signs, extra)[0]
+
+    def _attention_launches(
+        self,
+        shape: tuple[int, ...],
+        dtype: mx.Dtype,
+        kv_heads: int,
+        runs: int,
+        ring: int,
+        window: int,
+        sinks: bool,
+    ) -> tuple[_Launch, _Launch]:
         tuning, head_dim = self.kernels.tuning, self.format.head_dim
-        batch, num_heads, width, _ = q.shape
-        heads = records.shape[1]
-        num_rows = num_heads // heads * width
+        batch, heads, width, _ = shape
+        num_rows = heads // kv_heads * width
         rows = min(tuning.rows, num_rows)
         warps = min(tuning.warps, 1024 // head_dim) if head_dim > 128 else tuning.warps
         chunks = -(-num_rows // rows)
         row_warps = min(1 << (chunks - 1).bit_length(), warps)
-        runs = -(-(place.ring or place.span) // tuning.run)
-        where = [("RING", place.ring), ("WINDOW", window), ("CPS", tuning.run)]
-        at, signs, threads = _columns(place), self._signs(), warps * _WARP
-        parts, sums = self.kernels.attend(
-            inputs=[q, records, at, signs, self._consts(scale)],
-            template=[
-                *self._template(q.dtype),
-                *where,
-                ("G", num_heads // heads),
-                ("DPL", max(tuning.dims, head_dim // _WARP)),
-                ("R", rows),
-                ("RC", row_warps),
-                ("CW", warps // row_warps),
-                ("U", tuning.unroll),
-            ],
-            grid=(runs * threads, heads * -(-chunks // row_warps), batch),
-            threadgroup=(threads, 1, 1),
-            output_shapes=[(batch * num_heads * width, runs, head_dim), (batch * num_heads * width, runs, 2)],
-            output_dtypes=[mx.float32, mx.float32],
+        where: dict[str, int | bool] = {"RING": ring, "WINDOW": window, "CPS": tuning.run}
+        cut: dict[str, int | bool] = {
+            "G": heads // kv_heads,
+            "DPL": max(tuning.dims, head_dim // _WARP),
+            "R": rows,
+            "RC": row_warps,
+            "CW": warps // row_warps,
+            "U": tuning.unroll,
+        }
+        results, threads = batch * heads * width, warps * _WARP
+        attend = _Launch(
+            self.kernels.kernel("attend", {**self._constants(dtype), **where, **cut}),
+            {
+                "template": [("T", dtype)],
+                "grid": (runs * threads, kv_heads * -(-chunks // row_warps), batch),
+                "threadgroup": (threads, 1, 1),
+                "output_shapes": [(results, runs, head_dim), (results, runs, 2)],
+                "output_dtypes": [mx.float32, mx.float32],
+            },
         )
-        (out,) = self.kernels.merge(
-            inputs=[q, parts, sums, at, signs, _no_sinks() if sinks is None else sinks.astype(mx.float32) * LOG2_E],
-            template=[
-                ("T", q.dtype),
-                ("D", head_dim),
-                ("TURBO", self.format.rotated),
-                ("SINKS", sinks is not None),
-                *where,
-            ],
-            grid=(batch * num_heads * width * head_dim, 1, 1),
-            threadgroup=(head_dim, 1, 1),
-            output_shapes=[q.shape],
-            output_dtypes=[q.dtype],
+        merged = {"D": head_dim, "TURBO": self.format.rotated, "SINKS": sinks, **where}
+        merge = _Launch(
+            self.kernels.kernel("merge", merged),
+            {
+                "template": [("T", dtype)],
+                "grid": (results * head_dim, 1, 1),
+                "threadgroup": (head_dim, 1, 1),
+                "output_shapes": [shape],
+                "output_dtypes": [dtype],
+            },
         )
-        return out
+        return attend, merge
 
 
-@cache
-def _array(values: tuple[float, ...]) -> mx.array:
+def _floats(values: Any) -> mx.array:
     return mx.array(np.array(values, np.float32))
-
-
-def _no_sinks() -> mx.array:
-    return _array((0.0,))
 
 
 def _columns(place: Place) -> mx.array:

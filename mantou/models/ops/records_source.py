@@ -27,8 +27,6 @@ typedef unsigned int word;
 #define GY int(blockIdx.y)
 #define GZ int(blockIdx.z)
 #define NUM_GX int(gridDim.x)
-struct word2 { word x, y; };
-struct __align__(16) word4 { word x, y, z, w; };
 FN float pow2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 FN float larger(float a, float b) { return fmaxf(a, b); }
 FN float smaller(float a, float b) { return fminf(a, b); }
@@ -90,9 +88,7 @@ FN void load4(const device word* at, thread word* w) {
 """
 
 # MLX gives a Metal kernel only those attributes whose names stand in its body.
-METAL_ATTRIBUTES = (
-    "// thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid\n"
-)
+METAL_ATTRIBUTES = "// thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid\n"
 
 HELPERS = r"""
 #define HIDDEN -1e30f  // of scores: finite, so that differences are
@@ -161,7 +157,7 @@ _RECORD = r"""
 """
 
 # q [B, H, W, D]; kv [slots, heads, capacity, REC]; at = [span, slot 0, start 0, slot 1, ..]; signs [D];
-# consts = [scale, 8 levels, 7 edges]. Grid: runs, heads x chunks of rows, B. -> parts [B * H * W, runs, D], sums [.., 2]
+# consts = [scale, 16 levels, 15 edges]. Grid: runs, heads x chunks of rows, B. -> parts [B * H * W, runs, D], sums [.., 2]
 ATTEND = (
     _RECORD
     + r"""
@@ -178,9 +174,9 @@ ATTEND = (
   SHARED float all[CW == 1 ? 1 : CW * ROWS * D];
   SHARED float all_m[CW * ROWS];
   SHARED float all_l[CW * ROWS];
-  SHARED float book[8];
+  SHARED float book[16];
   if (BOOK) {
-    if (TID < 8) book[TID] = consts[1 + TID];
+    if (TID < 16) book[TID] = consts[1 + TID];
     BARRIER();
   }
   float q_[R][DPL], q_sum[R], m[R], l[R], acc[R][DPL], acc_bias[R];
@@ -233,7 +229,7 @@ ATTEND = (
       const int column = c + u * COLUMNS + cg;
       int held = column;  // the position that this column holds
       if (RING != 0) {
-        const int back = (newest - column) % RING;
+        const int back = (newest - column) % (RING != 0 ? RING : 1);
         held = newest - (back < 0 ? back + RING : back);
       }
       UNROLL for (int r = 0; r < R; r++) {
@@ -413,7 +409,7 @@ PACK = (
     float along = 0.0f, level_squares = 0.0f;
     UNROLL for (int i = 0; i < N; i++) {
       int index = 0;
-      UNROLL for (int e = 0; e < (1 << VB) - 1; e++) index += x[i] / deviation > consts[9 + e] ? 1 : 0;
+      UNROLL for (int e = 0; e < (1 << VB) - 1; e++) index += x[i] / deviation > consts[17 + e] ? 1 : 0;
       const float level = consts[1 + index];
       along += x[i] * level;
       level_squares += level * level;
@@ -466,7 +462,7 @@ UNPACK = (
     word code = words[bit / 32] >> shift;
     if (shift + bits > 32) code |= words[bit / 32 + 1] << (32 - shift);
     code &= mask;
-    x[i] = (book ? consts[1 + (BOOK ? int(code & 7u) : 0)] : float(code)) * scale + bias;
+    x[i] = (book ? consts[1 + (BOOK ? int(code & 15u) : 0)] : float(code)) * scale + bias;
   }
   if (TURBO) {
     hadamard<D, N>(x, lane);
