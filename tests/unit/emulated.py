@@ -1,4 +1,4 @@
-"""GPU kernels of `mantou.models.ops.records_source` as plain C++: threads are fibres that meet at exchanges and barriers."""
+"""GPU kernels of `mantou.models.ops.records_source` as plain C++, a fibre a thread. Knows no kernel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import numpy as np
 
 HEADER = r"""
 #include <ucontext.h>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <vector>
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 typedef unsigned int word;
 #define FN static inline
 #define DEVICE
@@ -32,13 +33,13 @@ typedef unsigned int word;
 #define BARRIER() meet()
 #define EXCHANGE(x, mask) exchange(x, mask)
 
-struct Fibre { ucontext_t context; int tid, turn; bool done; char stack[1 << 17]; };
+struct Fibre { ucontext_t context; jmp_buf place; int tid, turn; bool begun, done; char stack[1 << 16]; };
 static Fibre* fibre;
-static ucontext_t scheduler;
+static jmp_buf scheduler_place;  // a context switch asks the system for signals every time, a jump does not
 static int block[3], num_blocks[3], waiting, num_fibres, generation;
 static float slots[32][2][32];
 
-static void pause() { swapcontext(&fibre->context, &scheduler); }
+static void pause() { if (!_setjmp(fibre->place)) _longjmp(scheduler_place, 1); }
 static void meet() {
   const int mine = generation;
   if (++waiting == num_fibres) { waiting = 0; generation++; }
@@ -51,12 +52,54 @@ static float exchange(float x, int mask) {
   pause();
   return slots[warp][turn][lane ^ mask];
 }
-static float pow2(float x) { return std::exp2(x); }
+static word fragments[32][32][6];
+static bool votes[32][2][32];
+static bool any_lane(bool x) {
+  const int warp = fibre->tid / 32, turn = fibre->turn;
+  fibre->turn ^= 1;
+  votes[warp][turn][fibre->tid % 32] = x;
+  pause();
+  bool any = false;
+  for (int i = 0; i < 32; i++) any |= votes[warp][turn][i];
+  return any;
+}
+static word f16_bits(float x) { _Float16 h = x; uint16_t b; memcpy(&b, &h, 2); return b; }
+static word f16_pair(float a, float b) { return f16_bits(a) | f16_bits(b) << 16; }
+static float f16_low(word w) { uint16_t b = w; _Float16 h; memcpy(&h, &b, 2); return float(h); }
+static word f16_minus(word a, word b) {
+  return f16_pair(f16_low(a) - f16_low(b), f16_low(a >> 16) - f16_low(b >> 16));
+}
+static word bytes_of(word a, word b, int places) {
+  word made = 0;
+  for (int i = 0; i < 4; i++) {
+    const int place = places >> (4 * i) & 7;
+    made |= ((place < 4 ? a >> (8 * place) : b >> (8 * (place - 4))) & 255) << (8 * i);
+  }
+  return made;
+}
+// c [16, 8] += a [16, 16] b [16, 8]: lane 4 g + t holds rows g, g + 8 and columns 2 t, 2 t + 1 of c.
+static void multiply(float& c0, float& c1, float& c2, float& c3, word a0, word a1, word a2, word a3, word b0, word b1) {
+  const int warp = fibre->tid / 32, lane = fibre->tid % 32, g = lane / 4, t = lane % 4;
+  const word own[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(fragments[lane][warp], own, sizeof own);
+  pause();
+  float* c[4] = {&c0, &c1, &c2, &c3};
+  for (int part = 0; part < 4; part++) {
+    for (int k = 0; k < 16; k++) {
+      const int half = k / 8, place = k % 8 / 2, shift = 16 * (k % 2), n = 2 * t + part % 2;
+      const word a = fragments[4 * g + place][warp][2 * half + part / 2];
+      const word b = fragments[4 * n + place][warp][4 + half];
+      *c[part] += f16_low(a >> shift) * f16_low(b >> shift);
+    }
+  }
+  pause();
+}
+static float pow2(float x) { return exp2f(x); }
 static float larger(float a, float b) { return a > b ? a : b; }
 static float smaller(float a, float b) { return a < b ? a : b; }
-static float root(float x) { return std::sqrt(x); }
-static float nearest(float x) { return std::nearbyint(x); }
-static float size_of(float x) { return std::fabs(x); }
+static float root(float x) { return sqrtf(x); }
+static float nearest(float x) { return nearbyintf(x); }
+static float size_of(float x) { return fabsf(x); }
 static word bits_of(float x) { word w; memcpy(&w, &x, 4); return w; }
 static float float_of(word w) { float x; memcpy(&x, &w, 4); return x; }
 struct bf16 {
@@ -82,26 +125,39 @@ static void load4(const word* at, word* w) {
 _LAUNCH = r"""
 static void** arguments;
 static void one_thread();
-static void run_fibre() { one_thread(); fibre->done = true; swapcontext(&fibre->context, &scheduler); }
+static void run_fibre() { one_thread(); fibre->done = true; _longjmp(scheduler_place, 1); }
+static void go_on() {
+  if (_setjmp(scheduler_place)) return;
+  if (fibre->begun) _longjmp(fibre->place, 1);
+  fibre->begun = true;
+  setcontext(&fibre->context);
+}
 extern "C" void launch(void** given, int gx, int gy, int gz, int threads) {
   arguments = given;
   num_blocks[0] = gx; num_blocks[1] = gy; num_blocks[2] = gz;
-  std::vector<Fibre> fibres(threads);
+  Fibre* fibres = (Fibre*)malloc(threads * sizeof(Fibre));
   for (int z = 0; z < gz; z++) for (int y = 0; y < gy; y++) for (int x = 0; x < gx; x++) {
     block[0] = x; block[1] = y; block[2] = z;
     num_fibres = threads; waiting = 0;
     for (int t = 0; t < threads; t++) {
       Fibre& f = fibres[t];
-      f.tid = t; f.turn = 0; f.done = false;
+      f.tid = t; f.turn = 0; f.begun = f.done = false;
       getcontext(&f.context);
       f.context.uc_stack.ss_sp = f.stack; f.context.uc_stack.ss_size = sizeof f.stack; f.context.uc_link = nullptr;
       makecontext(&f.context, run_fibre, 0);
     }
     for (bool left = true; left;) {
       left = false;
-      for (Fibre& f : fibres) if (!f.done) { fibre = &f; swapcontext(&scheduler, &f.context); left |= !f.done; }
+      for (int t = 0; t < threads; t++) {
+        Fibre& f = fibres[t];
+        if (f.done) continue;
+        fibre = &f;
+        go_on();
+        left |= !f.done;
+      }
     }
   }
+  free(fibres);
 }
 """
 

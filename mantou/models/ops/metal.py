@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mlx.core as mx
-
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import LayerShape

@@ -17,6 +17,7 @@ from mantou.kv.plan import LayerCodec
 from mantou.kv.records import Fetched, Place, RecordCodec, set_fetched, take_fetched
 from mantou.kv.shapes import LayerShape, Packing
 from mantou.models.ops import records_source as source
+from mantou.models.ops.records_mma import ATTEND_MMA
 
 HEAD_DIMS = (64, 128, 256, 512)
 LOG2_E = 1.4426950408889634
@@ -34,9 +35,12 @@ class Tuning:
     rows: int = 4  # query rows a warp
     unroll: int = 2  # columns that a lane loads at once
     max_width: int = 8  # queries a row; beyond, unpacking once is cheaper
+    mma: bool = False  # matrix products of 16-bit floats, where the device has them and the model is 16 bit
+    mma_warps: int = 4
 
 
 KernelMaker = Callable[..., Callable[..., Sequence[mx.array]]]  # mx.fast.cuda_kernel and its like
+Compiler = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 Constants = Mapping[str, int | bool]
 
 
@@ -49,6 +53,7 @@ class _Source(NamedTuple):
 
 _SOURCES: Mapping[str, _Source] = {
     "attend": _Source("q kv at signs consts", "parts sums", source.ATTEND),
+    "attend_mma": _Source("q kv at signs consts", "parts sums", ATTEND_MMA),
     "merge": _Source("q parts sums at signs sinks", "out", source.MERGE),
     "pack": _Source("k v signs consts", "out", source.PACK, contiguous=False),
     "unpack": _Source("kv at signs consts", "keys values", source.UNPACK),
@@ -62,9 +67,16 @@ class RecordKernels:
     """
 
     def __init__(
-        self, make: KernelMaker, header: str, *, note: str = "", tuning: Tuning | None = None
+        self,
+        make: KernelMaker,
+        header: str,
+        *,
+        note: str = "",
+        tuning: Tuning | None = None,
+        compiled: Compiler = lambda function: function,
     ) -> None:
         self.tuning = tuning or Tuning()
+        self.compiled = compiled  # mx.compile, which makes a node of a graph without a call from Python
         self._make = make
         self._header = header + source.HELPERS
         self._note = note
@@ -94,13 +106,18 @@ class RecordKernels:
 
 
 def cuda_kernels(tuning: Tuning | None = None) -> RecordKernels:
-    return RecordKernels(mx.fast.cuda_kernel, source.CUDA_HEADER, tuning=tuning)
+    tuning = tuning or Tuning(mma=True, run=512)
+    return RecordKernels(mx.fast.cuda_kernel, source.CUDA_HEADER, tuning=tuning, compiled=mx.compile)
 
 
 def metal_kernels(tuning: Tuning | None = None) -> RecordKernels:
     """Never run on Metal hardware so far."""
     return RecordKernels(
-        mx.fast.metal_kernel, source.METAL_HEADER, note=source.METAL_ATTRIBUTES, tuning=tuning
+        mx.fast.metal_kernel,
+        source.METAL_HEADER,
+        note=source.METAL_ATTRIBUTES,
+        tuning=tuning,
+        compiled=mx.compile,
     )
 
 
@@ -217,7 +234,7 @@ class Records(RecordCodec):
         key = "pack", keys.shape, keys.dtype
         if key not in self._launches:
             batch, heads, width, _ = keys.shape
-            self._launches[key] = _Launch(
+            launch = _Launch(
                 self.kernels.kernel("pack", self._constants(keys.dtype)),
                 {
                     "template": [("T", keys.dtype)],
@@ -227,9 +244,14 @@ class Records(RecordCodec):
                     "output_dtypes": [mx.uint32],
                 },
             )
+
+            def run(keys: mx.array, values: mx.array, signs: mx.array, consts: mx.array) -> mx.array:
+                return launch(keys, values, signs, consts)[0]
+
+            self._launches[key] = self.kernels.compiled(run)
         if values.dtype != keys.dtype:
             values = values.astype(keys.dtype)
-        return self._launches[key](keys, values, self._signs, self._consts(1.0))[0]
+        return self._launches[key](keys, values, self._signs, self._consts(1.0))
 
     def fetch(self, records: mx.array, place: Place, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         rows, heads, span = place.geometry.num_rows, records.shape[1], place.span
@@ -262,12 +284,22 @@ class Records(RecordCodec):
         runs = -(-(place.ring or place.span) // self.kernels.tuning.run)
         key = q.shape, q.dtype, records.shape[1], runs, place.ring, window, sinks is not None
         if key not in self._launches:
-            self._launches[key] = self._attention_launches(*key)
-        attend, merge = self._launches[key]
-        at = _columns(place)
-        parts, sums = attend(q, records, at, self._signs, self._consts(scale))
+            attend, merge = self._attention_launches(*key)
+
+            def run(
+                q: mx.array,
+                records: mx.array,
+                at: mx.array,
+                signs: mx.array,
+                consts: mx.array,
+                extra: mx.array,
+            ) -> mx.array:
+                parts, sums = attend(q, records, at, signs, consts)
+                return merge(q, parts, sums, at, signs, extra)[0]
+
+            self._launches[key] = self.kernels.compiled(run)
         extra = self._no_sinks if sinks is None else sinks.astype(mx.float32) * LOG2_E
-        return merge(q, parts, sums, at, self._signs, extra)[0]
+        return self._launches[key](q, records, _columns(place), self._signs, self._consts(scale), extra)
 
     def _attention_launches(
         self,
@@ -281,26 +313,16 @@ class Records(RecordCodec):
     ) -> tuple[_Launch, _Launch]:
         tuning, head_dim = self.kernels.tuning, self.format.head_dim
         batch, heads, width, _ = shape
-        num_rows = heads // kv_heads * width
-        rows = min(tuning.rows, num_rows)
-        warps = min(tuning.warps, 1024 // head_dim) if head_dim > 128 else tuning.warps
-        chunks = -(-num_rows // rows)
-        row_warps = min(1 << (chunks - 1).bit_length(), warps)
+        num_rows, results = heads // kv_heads * width, batch * heads * width
         where: dict[str, int | bool] = {"RING": ring, "WINDOW": window, "CPS": tuning.run}
-        cut: dict[str, int | bool] = {
-            "G": heads // kv_heads,
-            "DPL": max(tuning.dims, head_dim // _WARP),
-            "R": rows,
-            "RC": row_warps,
-            "CW": warps // row_warps,
-            "U": tuning.unroll,
-        }
-        results, threads = batch * heads * width, warps * _WARP
+        which, cut, chunks = self._cut(num_rows, dtype)
+        threads = _WARP * cut["CW"] * cut.get("RC", 1)
+        constants = {**self._constants(dtype), **where, "G": heads // kv_heads, **cut}
         attend = _Launch(
-            self.kernels.kernel("attend", {**self._constants(dtype), **where, **cut}),
+            self.kernels.kernel(which, constants),
             {
                 "template": [("T", dtype)],
-                "grid": (runs * threads, kv_heads * -(-chunks // row_warps), batch),
+                "grid": (runs * threads, kv_heads * chunks, batch),
                 "threadgroup": (threads, 1, 1),
                 "output_shapes": [(results, runs, head_dim), (results, runs, 2)],
                 "output_dtypes": [mx.float32, mx.float32],
@@ -318,6 +340,25 @@ class Records(RecordCodec):
             },
         )
         return attend, merge
+
+    def _cut(self, num_rows: int, dtype: mx.Dtype) -> tuple[str, dict[str, int], int]:
+        """Which kernel, its constants, and into how many blocks the query rows of a KV head go."""
+        tuning, head_dim = self.kernels.tuning, self.format.head_dim
+        if (
+            tuning.mma
+            and head_dim <= 256
+            and dtype.size == 2
+            and not (self.format.values.levels and self.format.values.bits > 3)
+        ):
+            tile = 16 if num_rows > 8 and head_dim <= 128 else 8
+            return "attend_mma", {"MR": tile, "CW": tuning.mma_warps}, -(-num_rows // tile)
+        rows = min(tuning.rows, num_rows)
+        warps = min(tuning.warps, 1024 // head_dim) if head_dim > 128 else tuning.warps
+        chunks = -(-num_rows // rows)
+        row_warps = min(1 << (chunks - 1).bit_length(), warps)
+        dims = max(tuning.dims, head_dim // _WARP)
+        cut = {"DPL": dims, "R": rows, "RC": row_warps, "CW": warps // row_warps, "U": tuning.unroll}
+        return "attend", cut, -(-chunks // row_warps)
 
 
 def _floats(values: Any) -> mx.array:

@@ -44,6 +44,20 @@ FN float half_value(word w, float) { return 0.0f; }
 FN float byte_value(word w, int i) {  // 2^23 + byte, exact, less 2^23: an integer conversion has a quarter of the rate
   return __uint_as_float(__byte_perm(w, 0x4B000000u, 0x7650 | i)) - 8388608.0f;
 }
+FN word f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
+FN word f16_pair(float a, float b) { return f16_bits(a) | (f16_bits(b) << 16); }
+FN float f16_low(word w) { return __half2float(__ushort_as_half((unsigned short)(w & 0xffffu))); }
+FN word f16_minus(word a, word b) {
+  __half2 x = __hsub2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<word*>(&x);
+}
+FN word bytes_of(word a, word b, int places) { return __byte_perm(a, b, places); }
+FN bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+// c [16, 8] += a [16, 16] b [16, 8] in a warp; c2 and c3 are rows 8 and up.
+FN void multiply(float& c0, float& c1, float& c2, float& c3, word a0, word a1, word a2, word a3, word b0, word b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 FN void load2(const word* at, word* w) { uint2 v = *reinterpret_cast<const uint2*>(at); w[0] = v.x; w[1] = v.y; }
 FN void load4(const word* at, word* w) {
   uint4 v = *reinterpret_cast<const uint4*>(at); w[0] = v.x; w[1] = v.y; w[2] = v.z; w[3] = v.w;
@@ -96,8 +110,16 @@ HELPERS = r"""
 // The codes of N values from value `part * N` on, in the low bits of w.
 template <int BITS, int N>
 FN void load_codes(const DEVICE word* at, int part, PRIVATE word* w) {
-  if (N * BITS == 128) { load4(at + part * 4, w); return; }
+  constexpr int WORDS = N * BITS / 32;
+  if (N * BITS % 128 == 0) {
+    UNROLL for (int i = 0; i < WORDS; i += 4) load4(at + part * WORDS + i, w + i);
+    return;
+  }
   if (N * BITS == 64) { load2(at + part * 2, w); return; }
+  if (N * BITS % 32 == 0) {
+    UNROLL for (int i = 0; i < WORDS; i++) w[i] = at[part * WORDS + i];
+    return;
+  }
   const int first = part * N * BITS, shift = first % 32;
   w[0] = at[first / 32];
   if (BITS != 3) { w[0] >>= shift; return; }
