@@ -38,8 +38,8 @@ from mantou.models.ops.records import (
     Tuning,
     cuda_kernels,
     metal_kernels,
-    record_format,
 )
+from mantou.models.ops.records_format import record_format
 from mantou.models.runner import Runner
 from mantou.protocols import Group, KVScheme
 

@@ -25,19 +25,26 @@ from mantou.models.ops.records import (
     RecordKernels,
     Records,
     Tuning,
-    record_format,
 )
+from mantou.models.ops.records_format import record_format
 from mantou.models.runner import Runner
 from mantou.protocols import Group, KVScheme
 from tests.unit.emulated import HEADER, EmulatedKernel
 
 PLAIN = mx.fast.scaled_dot_product_attention
+Case = tuple[str, int, int, int, int, int, mx.Dtype]
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> RecordKernels:
     make = partial(EmulatedKernel, tmp_path_factory.mktemp("kernels"))
     return RecordKernels(make, HEADER, tuning=Tuning(run=32, warps=2))
+
+
+@pytest.fixture(scope="module")
+def matrix_kernels(tmp_path_factory: pytest.TempPathFactory) -> RecordKernels:
+    make = partial(EmulatedKernel, tmp_path_factory.mktemp("kernels"))
+    return RecordKernels(make, HEADER, tuning=Tuning(run=32, mma=True, mma_warps=2))
 
 
 @pytest.fixture(autouse=True)
@@ -80,26 +87,35 @@ CASES = [
     ("8", 64, 128, 8, 2, 1, mx.bfloat16),
     ("8", 32, 64, 4, 2, 3, mx.float32),
     ("4", 64, 64, 2, 2, 8, mx.bfloat16),
-    ("4", 32, 64, 7, 1, 2, mx.float16),
     ("turbo", 64, 64, 4, 1, 1, mx.float32),
-    ("turbo", 64, 128, 6, 2, 4, mx.bfloat16),
     ("turbo", 64, 512, 2, 1, 1, mx.float32),
     ("turbo-k4v2", 64, 64, 5, 1, 5, mx.float32),
 ]
+MATRIX_CASES = [  # 8 query rows, 16, 2 x 8 of wide heads, more than 16; all orders of codes
+    ("8", 64, 128, 8, 2, 1, mx.bfloat16),
+    ("8", 64, 256, 4, 1, 3, mx.bfloat16),
+    ("4", 32, 64, 7, 1, 2, mx.float16),
+    ("4", 64, 64, 6, 1, 4, mx.bfloat16),
+    ("turbo", 64, 128, 6, 2, 4, mx.bfloat16),
+    ("turbo-k4v2", 64, 64, 2, 2, 1, mx.bfloat16),
+]
 
 
-@pytest.mark.parametrize(("scheme", "group", "head_dim", "heads", "kv_heads", "width", "dtype"), CASES)
-def test_ragged_rows_in_place_get_what_unpacked_ones_get(
-    kernels: RecordKernels,
-    scheme: str,
-    group: int,
-    head_dim: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    dtype: mx.Dtype,
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ragged_rows_in_place_get_what_unpacked_ones_get(kernels: RecordKernels, case: Case) -> None:
+    check(kernels, case)
+
+
+@pytest.mark.parametrize("case", MATRIX_CASES, ids=str)
+def test_matrix_products_in_place_get_what_unpacked_rows_get(
+    matrix_kernels: RecordKernels, case: Case
 ) -> None:
+    check(matrix_kernels, case)
+
+
+def check(kernels: RecordKernels, case: Case) -> None:
     """What lies beyond a row's own columns is not a number, and no row sees it."""
+    scheme, group, head_dim, heads, kv_heads, width, dtype = case
     records, codec = records_of(kernels, scheme, group, kv_heads, head_dim, dtype)
     starts, span, scale = (70, 3), 80, head_dim**-0.5
     shape = (2, kv_heads, span, head_dim)
@@ -186,7 +202,7 @@ def test_nothing_holds_a_buffer_after_its_attention(kernels: RecordKernels) -> N
     records, _ = records_of(kernels, "8", 64, 1, 64, mx.float32)
     layout = FullRows(LayerCodec(records, Nothing()), 1)
     layout.begin(geometry_of([0], 1), 1)
-    k, v, q = (normal(1, 1, 1, 64, seed=i) for i in range(3))
+    k, v = (normal(1, 1, 1, 64, seed=i) for i in range(2))
     keys, values = layout.update_and_fetch(k, v)
     assert kv_records.take_fetched(k, values) is None
     assert kv_records.take_fetched(keys, values) is None, "another attention has run since"

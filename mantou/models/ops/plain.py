@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mantou.kv.records import RecordCodec
 
 
 class PlainOps:
@@ -20,7 +23,7 @@ class PlainOps:
     def write_rows(self, buffer: Any, rows: Any, start: Any, count: Any, first_slot: int, ring: int) -> None:
         return None
 
-    def records(self, shape: Any, codec: Any) -> None:
+    def records(self, shape: Any, codec: Any) -> RecordCodec | None:
         return None
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:

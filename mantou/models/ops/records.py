@@ -1,7 +1,7 @@
 """Attention over packed keys and values on a GPU: which kernels run, over which blocks. Knows no rows and no graph.
 
-Plain unpacking and MLX's fused attention are the oracle, and what runs where no kernel fits or wins: many queries a row,
-masks of a graph's own, head dimensions other than 64, 128, 256 and 512.
+Plain unpacking and MLX's fused attention are the oracle, and what runs where no kernel fits or wins: many queries a
+row, masks of a graph's own, head dimensions other than 64, 128, 256 and 512.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import Fetched, Place, RecordCodec, set_fetched, take_fetched
-from mantou.kv.shapes import LayerShape, Packing
+from mantou.kv.shapes import LayerShape
 from mantou.models.ops import records_source as source
+from mantou.models.ops.records_format import RecordFormat, record_format
+from mantou.models.ops.records_headers import CUDA_HEADER, METAL_ATTRIBUTES, METAL_HEADER
 from mantou.models.ops.records_mma import ATTEND_MMA
 
-HEAD_DIMS = (64, 128, 256, 512)
 LOG2_E = 1.4426950408889634
 _WARP = 32
 _UNPACK_COLUMNS = 4  # a block
@@ -39,7 +40,7 @@ class Tuning:
     mma_warps: int = 4
 
 
-KernelMaker = Callable[..., Callable[..., Sequence[mx.array]]]  # mx.fast.cuda_kernel and its like
+KernelMaker = Callable[..., Any]  # mx.fast.cuda_kernel and its like: a function of inputs, grid, shapes
 Compiler = Callable[[Callable[..., mx.array]], Callable[..., mx.array]]
 Constants = Mapping[str, int | bool]
 
@@ -107,15 +108,15 @@ class RecordKernels:
 
 def cuda_kernels(tuning: Tuning | None = None) -> RecordKernels:
     tuning = tuning or Tuning(mma=True, run=512)
-    return RecordKernels(mx.fast.cuda_kernel, source.CUDA_HEADER, tuning=tuning, compiled=mx.compile)
+    return RecordKernels(mx.fast.cuda_kernel, CUDA_HEADER, tuning=tuning, compiled=mx.compile)
 
 
 def metal_kernels(tuning: Tuning | None = None) -> RecordKernels:
     """Never run on Metal hardware so far."""
     return RecordKernels(
         mx.fast.metal_kernel,
-        source.METAL_HEADER,
-        note=source.METAL_ATTRIBUTES,
+        METAL_HEADER,
+        note=METAL_ATTRIBUTES,
         tuning=tuning,
         compiled=mx.compile,
     )
@@ -130,45 +131,6 @@ class _Launch:
 
     def __call__(self, *inputs: mx.array) -> Sequence[mx.array]:
         return self.kernel(inputs=list(inputs), **self.fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class RecordFormat:
-    """The bits of a record: keys in groups, values in groups or by levels, both rotated or neither."""
-
-    head_dim: int
-    keys: Packing
-    values: Packing
-    group: int
-
-    @property
-    def rotated(self) -> bool:
-        return self.keys.signs is not None
-
-    def words(self, itemsize: int) -> int:
-        """Whole 16 bytes, so that a lane's codes are one load."""
-        pairs = self.head_dim // self.group * (2 if itemsize == 4 else 1)
-        codes = self.head_dim * (self.keys.bits + self.values.bits) // 32
-        return -(-(codes + pairs + (1 if self.values.levels else pairs)) // 4) * 4
-
-
-def record_format(codec: LayerCodec, shape: LayerShape) -> RecordFormat | None:
-    """None where keys and values have to stay with their codec."""
-    keys, values, head_dim = codec.keys.packing, codec.values.packing, shape.keys[1]
-    fits = shape.layout in ("full", "window") and shape.keys == shape.values and head_dim in HEAD_DIMS
-    if codec.start or keys is None or values is None or not fits:
-        return None
-    if keys.levels or keys.bits not in (4, 8) or keys.signs is not values.signs:
-        return None
-    group = _group(keys, head_dim)
-    if values.levels:
-        return RecordFormat(head_dim, keys, values, group) if values.bits in (2, 3, 4) else None
-    same = values.bits in (4, 8) and _group(values, head_dim) == group
-    return RecordFormat(head_dim, keys, values, group) if same else None
-
-
-def _group(packing: Packing, head_dim: int) -> int:
-    return next(size for size in (128, 64, 32) if size <= packing.group_size and head_dim % size == 0)
 
 
 @dataclass(eq=False)

@@ -3,11 +3,11 @@
 A warp takes 16 columns a step and 16 query rows (8 where that is all). Codes become 16-bit floats less their middle
 value, exactly: two bytes and the exponent of 1024 side by side. With fragment lane g = lane / 4, t = lane % 4:
 
-    scores [rows, columns] = q [rows, dims] . codes^T       lane holds columns 8n + g of both n-tiles, a quarter of the dims
-    out    [rows, dims]    = p [rows, columns] . codes      lane holds columns 8n + 2t and 8n + 2t + 1, an eighth of the dims
+    scores [rows, columns] = q [rows, dims] . codes^T    a lane holds columns 8n + g, a quarter of the dims
+    out    [rows, dims]    = p [rows, columns] . codes   a lane holds columns 8n + 2t, 8n + 2t + 1, an eighth of them
 
-Dims may stand in any order as long as both sides agree, so lanes load them as they lie. Scales stay outside: those of keys
-after the product, those of values in p, as fractions of the greatest scale so far.
+Dims may stand in any order as long as both sides agree, so lanes load them as they lie. Scales stay outside: those of
+keys after the product, those of values in p, as fractions of the greatest scale so far.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ ATTEND_MMA = r"""
         }
         UNROLL for (int e = 0; e < 2; e++) {
           const word pair = pairs[2 * n + e][i];
-          const float scale = half_value(pair & 0xffffu, T()), middle = half_value(pair >> 16, T()) + KEY_MIDDLE * scale;
+          const float scale = half_value(pair & 0xffffu, T());
+          const float middle = half_value(pair >> 16, T()) + KEY_MIDDLE * scale;
           UNROLL for (int h = 0; h < RH; h++) score[2 * n + e][h] += scale * dot[2 * h + e] + middle * q_sum[i][h];
         }
       }
@@ -203,7 +204,8 @@ ATTEND_MMA = r"""
       word p[RH][2];
       UNROLL for (int h = 0; h < RH; h++) {
         UNROLL for (int k = 0; k < 2; k++) {
-          p[h][k] = f16_pair(score[2 * k][h] * scale[2 * k] * inverse, score[2 * k + 1][h] * scale[2 * k + 1] * inverse);
+          const float even = score[2 * k][h] * scale[2 * k], odd = score[2 * k + 1][h] * scale[2 * k + 1];
+          p[h][k] = f16_pair(even * inverse, odd * inverse);
         }
       }
       UNROLL for (int u = 0; u < VN / EACH; u++) {
@@ -224,7 +226,8 @@ ATTEND_MMA = r"""
             }
           } else {
             const word x = VB == 8 ? vw[2 * k][n][u] : (vw[2 * k][n][u / 2] >> (4 * (u % 2))) & 0x0f0f0f0fu;
-            const word y = VB == 8 ? vw[2 * k + 1][n][u] : (vw[2 * k + 1][n][u / 2] >> (4 * (u % 2))) & 0x0f0f0f0fu;
+            const word y = VB == 8 ? vw[2 * k + 1][n][u]
+                                   : (vw[2 * k + 1][n][u / 2] >> (4 * (u % 2))) & 0x0f0f0f0fu;
             const word front = bytes_of(x, y, 0x5140), back = bytes_of(x, y, 0x7362);
             b_[0][k] = f16_minus(bytes_of(front, EXPONENT, 0x4140), value_middle);
             b_[1][k] = f16_minus(bytes_of(front, EXPONENT, 0x4342), value_middle);
