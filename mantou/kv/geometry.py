@@ -6,6 +6,7 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -56,7 +57,7 @@ class Geometry:
         self._positions: mx.array | None = None
         self._lengths: mx.array | None = None
         self._masks: dict[tuple[str, int, int], mx.array] = {}
-        self._columns_read: dict[int, mx.array] = {}
+        self.places: dict[tuple[int, int], Any] = {}  # see mantou.kv.records
 
     def clipped(self, limit: int) -> Geometry:
         """The same forward with no row beginning beyond `limit`; itself if none does."""
@@ -129,11 +130,6 @@ class Geometry:
         """The window of a mask of this forward, over ring slots or over positions; None for any other array."""
         kind = "ring" if ring else "causal"
         return next((key[2] for key, own in self._masks.items() if own is mask and key[0] == kind), None)
-
-    @property
-    def columns_read(self) -> dict[int, mx.array]:
-        """What kernels over records keep for the layers of a forward, by span."""
-        return self._columns_read
 
     def _spread(self, mask: mx.array) -> mx.array:
         """One plane a row in front of as many unit axes as the graph's scores have."""

@@ -22,7 +22,7 @@ from mantou.kv.geometry import Geometry
 from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.kv.plan import LayerCodec
-from mantou.kv.records import Place, RecordCodec
+from mantou.kv.records import RecordCodec, place_of
 
 
 class Layout(Protocol):
@@ -106,7 +106,6 @@ class Columns:
     boundary = 0
     can_rewind = True
     num_columns = sys.maxsize
-    window = 0  # unlimited
 
     def __init__(self, codec: LayerCodec, num_slots: int) -> None:
         self.codec = codec
@@ -173,7 +172,7 @@ class Columns:
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         self._span = span
         if self._records is not None:
-            place = Place(self.geometry, span, self._ring, self.window)
+            place = place_of(self.geometry, span, self._ring)
             return self._records.fetch(self.keys[0], place, self._dtype)
         group = self.geometry.group
         read = slice(group.lo, group.hi)

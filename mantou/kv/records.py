@@ -8,7 +8,7 @@ A graph that does anything else with what it fetched computes with the unpacked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,15 @@ import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 
-# (queries, scale, mask, sinks) -> the attention's result; None where only the unpacked values will do
-Attend = Callable[[mx.array, float, Any, mx.array | None], mx.array | None]
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
     """What a layer gives to read: the first `span` columns of the forward's rows."""
 
     geometry: Geometry
     span: int
     ring: int = 0  # position p is in column p % ring; 0 = in column p
-    window: int = 0  # of the layer; 0 = unlimited
+    at: mx.array | None = None  # for the codec to keep what it makes of it
 
     def window_of(self, mask: Any, width: int) -> int | None:
         """The window that the layer's own mask draws (0 = causal only); None for a mask that somebody else made."""
@@ -35,6 +32,14 @@ class Place:
             return self.geometry.window_of(mask, ring=bool(self.ring))
         known = mask == "causal" or (mask is None and width == 1)
         return 0 if known and self.geometry.uniform and not self.ring else None
+
+
+def place_of(geometry: Geometry, span: int, ring: int) -> Place:
+    """One object for all layers of a forward that read alike."""
+    key = span, ring
+    if key not in geometry.places:
+        geometry.places[key] = Place(geometry, span, ring)
+    return geometry.places[key]
 
 
 class RecordCodec:
@@ -56,6 +61,12 @@ class RecordCodec:
         """Keys and values [B, H, span, D] of a layer's buffer, lazily, and remembers where they come from."""
         raise NotImplementedError
 
+    def attend(
+        self, records: mx.array, place: Place, q: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attention over a layer's buffer; None where only the unpacked values will do."""
+        raise NotImplementedError
+
     def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float:
         raise NotImplementedError
 
@@ -69,13 +80,20 @@ class RecordCodec:
         raise TypeError("records hold keys and values together")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Fetched:
-    """What a layer fetched last."""
+    """What a layer fetched last, and where from."""
 
     keys: mx.array
     values: mx.array
-    attend: Attend
+    codec: RecordCodec
+    records: mx.array
+    place: Place
+
+    def attend(self, q: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array | None:
+        if q.dtype != self.keys.dtype:
+            return None
+        return self.codec.attend(self.records, self.place, q, scale, mask, sinks)
 
 
 # It holds a buffer, and a buffer that is held is copied when it is written: it lives from a fetch to its attention.

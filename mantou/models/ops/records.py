@@ -30,9 +30,9 @@ _UNPACK_COLUMNS = 4  # a block
 class Tuning:
     """How the attention kernel is cut up. The order of its sums depends on `run` and `warps` and on nothing else."""
 
-    run: int = 256  # columns a block
-    warps: int = 8  # of a block; fewer for wide heads, whose sums fill the shared memory
-    dims: int = 16  # of a head that a lane holds
+    run: int = 512  # columns a block
+    warps: int = 4  # of a block; fewer for wide heads, whose sums fill the shared memory
+    dims: int = 8  # of a head that a lane holds
     rows: int = 4  # query rows a warp
     unroll: int = 2  # columns that a lane loads at once
     max_width: int = 8  # queries a row; beyond, unpacking once is cheaper
@@ -107,7 +107,7 @@ class RecordKernels:
 
 
 def cuda_kernels(tuning: Tuning | None = None) -> RecordKernels:
-    tuning = tuning or Tuning(mma=True, run=512)
+    tuning = tuning or Tuning(mma=True)
     return RecordKernels(mx.fast.cuda_kernel, CUDA_HEADER, tuning=tuning, compiled=mx.compile)
 
 
@@ -131,29 +131,6 @@ class _Launch:
 
     def __call__(self, *inputs: mx.array) -> Sequence[mx.array]:
         return self.kernel(inputs=list(inputs), **self.fixed)
-
-
-@dataclass(eq=False)
-class _Call:
-    """One attention over a layer's records."""
-
-    codec: Records
-    records: mx.array
-    place: Place
-    dtype: mx.Dtype
-
-    def __call__(self, q: mx.array, scale: float, mask: Any, sinks: mx.array | None) -> mx.array | None:
-        width = q.shape[2]
-        if (
-            width > self.codec.kernels.tuning.max_width
-            or q.dtype != self.dtype
-            or q.shape[1] % self.records.shape[1]
-        ):
-            return None
-        window = self.place.window_of(mask, width)
-        if window is None:
-            return None
-        return self.codec.attention(self.records, self.place, q, scale, window, sinks)
 
 
 class Records(RecordCodec):
@@ -229,10 +206,19 @@ class Records(RecordCodec):
             output_shapes=[shape, shape],
             output_dtypes=[dtype, dtype],
         )
-        set_fetched(Fetched(keys, values, _Call(self, records, place, dtype)))
+        set_fetched(Fetched(keys, values, self, records, place))
         return keys, values
 
     # -- attention
+    def attend(
+        self, records: mx.array, place: Place, q: mx.array, scale: float, mask: Any, sinks: mx.array | None
+    ) -> mx.array | None:
+        _, heads, width, _ = q.shape
+        if width > self.kernels.tuning.max_width or heads % records.shape[1]:
+            return None
+        window = place.window_of(mask, width)
+        return None if window is None else self.attention(records, place, q, scale, window, sinks)
+
     def attention(
         self,
         records: mx.array,
@@ -315,7 +301,7 @@ class Records(RecordCodec):
             tile = 16 if num_rows > 8 and head_dim <= 128 else 8
             return "attend_mma", {"MR": tile, "CW": tuning.mma_warps}, -(-num_rows // tile)
         rows = min(tuning.rows, num_rows)
-        warps = min(tuning.warps, 1024 // head_dim) if head_dim > 128 else tuning.warps
+        warps = min(tuning.warps, 1024 // head_dim)
         chunks = -(-num_rows // rows)
         row_warps = min(1 << (chunks - 1).bit_length(), warps)
         dims = max(tuning.dims, head_dim // _WARP)
@@ -328,13 +314,12 @@ def _floats(values: Any) -> mx.array:
 
 
 def _columns(place: Place) -> mx.array:
-    """int32 [span, slot 0, start 0, slot 1, start 1, ..], one array for all layers of a forward with that span."""
-    kept = place.geometry.columns_read
-    if place.span not in kept:
+    """int32 [span, slot 0, start 0, slot 1, start 1, ..]."""
+    if place.at is None:
         group, starts = place.geometry.group, place.geometry.starts
         pairs = np.stack([np.arange(group.lo, group.hi), np.array(starts)], axis=1)
-        kept[place.span] = mx.array(np.concatenate([[place.span], pairs.ravel()]).astype(np.int32))
-    return kept[place.span]
+        place.at = mx.array(np.concatenate([[place.span], pairs.ravel()]).astype(np.int32))
+    return place.at
 
 
 Attention = Callable[..., mx.array]
