@@ -208,6 +208,20 @@ def test_nothing_holds_a_buffer_after_its_attention(kernels: RecordKernels) -> N
     assert kv_records.take_fetched(keys, values) is None, "another attention has run since"
 
 
+def test_a_row_in_records_survives_a_store_and_a_move(kernels: RecordKernels) -> None:
+    records, _ = records_of(kernels, "8", 64, 1, 64, mx.float32)
+    layouts = [FullRows(LayerCodec(records, Nothing()), 2) for _ in range(2)]
+    for number, layout in enumerate(layouts):
+        layout.begin(geometry_of([0, 0], 4), 4)
+        k, v = (normal(2, 1, 4, 64, seed=2 * number + i) for i in range(2))
+        layout.update_and_fetch(k, v)
+    source, target = layouts
+    row = np.array(source.keys[0][1])
+    target.fill(0, source.columns(1, 0, 4), (), 4)
+    target.move(0, 1, 4)
+    assert np.array_equal(np.array(target.keys[0]), [row, row])
+
+
 @pytest.mark.parametrize(
     ("scheme", "more", "layout", "head_dim"),
     [
