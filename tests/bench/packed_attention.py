@@ -390,12 +390,14 @@ def time_model(config: dict[str, Any], length: int, steps: int, limit: float, ke
     say("a random model of", config["num_hidden_layers"], "layers")
     model = random_model(config)
     ops = device_ops(this_device().kind)
-    ops.install(model.module)
 
     def ours(name: str) -> KVScheme:
         return InRecords(make_scheme(name), ops.records)
 
     native = make_scheme("off")
+    for name in SCHEMES:
+        ours(name).plan(model.shapes)
+    say("notes:", ops.install(model.module))
     schemes: dict[str, KVScheme] = {"native": native, **{name: ours(name) for name in SCHEMES}}
     jobs: list[tuple[str, KVScheme, list[int]]] = []
 

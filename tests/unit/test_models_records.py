@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -294,10 +295,40 @@ def test_a_model_over_records_gives_the_logits_of_the_codec(
 
     monkeypatch.setattr(Records, "attention", counted)
     in_place = InPlace(lambda: kernels)
-    in_place.install()
-    in_place.install()
-    ours, runner = logits_of(InRecords(make_scheme(scheme), in_place.records))
+    assert in_place.install() == []
+    assert mx.fast.scaled_dot_product_attention is PLAIN, "nothing is stored in records yet"
+    in_records = InRecords(make_scheme(scheme), in_place.records)
+    in_records.plan(runner.plan.shapes)
+    attended.clear()
+    for _ in range(2):
+        assert in_place.install() == []
+    ours, runner = logits_of(in_records)
     assert len(attended) == 2 * 5, "both layers, in all steps but the two wide ones"
     assert max(float(np.abs(a - b).max()) for a, b in zip(ours, plain, strict=True)) < 1e-4
     assert runner.plan.counts == {f"{name} in place": count for name, count in counts.items()}
     assert runner.kv.nbytes == runner.plan.token_bytes() * 2 * 64, "two slots of 64 columns"
+
+
+def test_kernels_that_do_not_compile_or_are_wrong_are_not_used_and_the_card_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", PLAIN)
+
+    def refused(**made: Any) -> Any:
+        def call(**arguments: Any) -> list[mx.array]:
+            raise RuntimeError("no such instruction\nline 1")
+
+        return call
+
+    def wrong(**made: Any) -> Any:
+        made["source"] = made["source"].replace("q_sum[r] += q_[r][i]", "q_sum[r] -= q_[r][i]")
+        return EmulatedKernel(tmp_path, **made)
+
+    shape = LayerShape(0, "full", (1, 64), (1, 64), 4)
+    scheme = make_scheme("8")
+    for make, reason in ((refused, "do not run here (no such instruction)"), (wrong, "are off by")):
+        in_place = InPlace(partial(RecordKernels, make, HEADER, tuning=Tuning(run=32, warps=2)))
+        codec = InRecords(scheme, in_place.records).plan([shape]).codecs[0]
+        assert codec.name == "kv8"
+        (note,) = in_place.install()
+        assert reason in note

@@ -92,8 +92,7 @@ class CudaOps:
                 module.__class__ = FlatQuantizedEmbedding
         if not isinstance(mx.fast.scaled_dot_product_attention, FoldedAttention | RecordAttention):
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
-        self._attention.install()
-        return ()
+        return self._attention.install()
 
     def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
         return self._attention.records(shape, codec)

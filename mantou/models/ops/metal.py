@@ -21,8 +21,7 @@ class MetalOps(PlainOps):
         self._attention = InPlace(metal_kernels)
 
     def install(self, model: Any) -> Sequence[str]:
-        self._attention.install()
-        return ()
+        return self._attention.install()
 
     def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
         return self._attention.records(shape, codec)

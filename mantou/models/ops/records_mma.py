@@ -24,7 +24,7 @@ ATTEND_MMA = r"""
   const word key_middle = f16_pair(1024.0f + KEY_MIDDLE, 1024.0f + KEY_MIDDLE);
   const word value_middle = f16_pair(1024.0f + VALUE_MIDDLE, 1024.0f + VALUE_MIDDLE);
   const int lane = TID % 32, warp = TID / 32, g = lane / 4, t = lane % 4;
-  const int width = q_shape[2], heads = kv_shape[1], rows = G * width;
+  const int width = q_shape[2], heads = kv_shape[1], rows = q_shape[1] / heads * width;
   const int head = GY % heads, first_row = GY / heads * MR, b = GZ;
   const int rows_here = rows - first_row < MR ? rows - first_row : MR;
   const int start = at[2 + 2 * b], newest = start + width - 1;

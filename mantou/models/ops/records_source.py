@@ -92,7 +92,7 @@ ATTEND = (
     + r"""
   constexpr int L = D / DPL, COLUMNS = 32 / L, ROWS = RC * R, NUM_WORDS = 4;
   const int lane = TID % 32, warp = TID / 32, dl = lane % L, cg = lane / L;
-  const int width = q_shape[2], heads = kv_shape[1], rows = G * width;
+  const int width = q_shape[2], heads = kv_shape[1], rows = q_shape[1] / heads * width;
   const int head = GY % heads, chunk = (GY / heads) * RC + warp % RC, cw = warp / RC, b = GZ;
   const int start = at[2 + 2 * b], newest = start + width - 1;
   const int end = RING != 0 && newest >= RING ? RING : newest + 1;
