@@ -142,7 +142,7 @@ def load_step(
     from mantou.engine.scheduler import FairScheduler
     from mantou.engine.shapes import Shapes
     from mantou.engine.step import Step
-    from mantou.kv.codecs import make_scheme
+    from mantou.kv.codecs import InRecords, make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
     from mantou.models.load import load
@@ -154,14 +154,16 @@ def load_step(
     )
     device = this_device()
     loaded = load(folder, dtype=config.dtype)
-    plan = scheme.plan(loaded.shapes)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
+    block, why = choose_paging(config, ops.reads_blocks)
+    if block is None:  # a record is read in place where its row lies, and blocks are fetched
+        scheme = InRecords(scheme, ops.records)
+    plan = scheme.plan(loaded.shapes)
     op_notes = ops.install(loaded.module)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))
     token_bytes = plan.token_bytes()
     rows = config.batch or default_rows(loaded, token_bytes, device.kind, device.memory_bytes)
     shapes = Shapes(bucketed=not device.on_cpu)
-    block, why = choose_paging(config, ops.reads_blocks)
     runner = Runner(
         loaded,
         scheme,

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from mantou.kv.pieces import Piece, State
-    from mantou.kv.plan import KVPlan
-    from mantou.kv.shapes import LayerShape
+    from mantou.kv.plan import KVPlan, LayerCodec
+    from mantou.kv.records import RecordCodec
+    from mantou.kv.shapes import LayerShape, Packing
 
 
 # ------------------------------------------------------------------ engine <-> world
@@ -180,6 +181,11 @@ class KVCodec(Protocol):
     @property
     def affine(self) -> tuple[int, int] | None:
         """(bits, most values a group) if the parts are those of `mx.quantize`, for primitives that read them."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How the bits say the values, for a kernel that stores and reads them in its own place; None for no such."""
         ...
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
@@ -391,6 +397,12 @@ class DeviceOps(Protocol):
         """Attention of q [B, H, T, D] over the first `span` positions of each row, read from pools [1, Hk, columns, d]
         of keys and of values through a table as in `write_rows`; with `bits`, of the parts that `mx.quantize` makes.
         None = it has no such form, and the rows are fetched first.
+        """
+        ...
+
+    def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
+        """How the device's kernels keep such a cache's keys and values and attend to them in place; None = as the codec
+        does, and attention unpacks them.
         """
         ...
 

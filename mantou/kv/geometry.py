@@ -5,8 +5,8 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -77,6 +77,7 @@ class Geometry:
         self._positions: mx.array | None = None
         self._lengths: mx.array | None = None
         self._masks: dict[tuple[str, int, int], mx.array] = {}
+        self.places: dict[tuple[int, int], Any] = {}  # see mantou.kv.records
 
     def clipped(self, limit: int) -> Geometry:
         """The same forward with no row beginning beyond `limit`; itself if none does."""
@@ -144,6 +145,11 @@ class Geometry:
             queries = self.positions[:, None, :, None]
             self._masks[key] = self._spread((held >= 0) & (held <= queries) & (held > queries - window))
         return self._masks[key]
+
+    def window_of(self, mask: mx.array, *, ring: bool) -> int | None:
+        """The window of a mask of this forward, over ring slots or over positions; None for any other array."""
+        kind = "ring" if ring else "causal"
+        return next((key[2] for key, own in self._masks.items() if own is mask and key[0] == kind), None)
 
     def _spread(self, mask: mx.array) -> mx.array:
         """One plane a row in front of as many unit axes as the graph's scores have."""

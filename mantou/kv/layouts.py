@@ -22,6 +22,7 @@ from mantou.kv.geometry import Geometry
 from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
 from mantou.kv.pieces import Parts
 from mantou.kv.plan import LayerCodec
+from mantou.kv.records import RecordCodec, place_of
 
 
 class Layout(Protocol):
@@ -120,6 +121,7 @@ class Columns:
 
     def __init__(self, codec: LayerCodec, num_slots: int) -> None:
         self.codec = codec
+        self._records = codec.keys if isinstance(codec.keys, RecordCodec) else None
         self.num_slots = num_slots
         self.geometry: Geometry
         self.capacity = 0
@@ -156,13 +158,18 @@ class Columns:
 
     def _store(self, keys: mx.array, values: mx.array, ring: int) -> None:
         self._dtype = keys.dtype
-        packed_keys, packed_values = self.codec.keys.pack(keys), self.codec.values.pack(values)
+        packed_keys, packed_values = self._packed(keys, values)
         self.keys = self._grown(self.keys, packed_keys)
         self.values = self._grown(self.values, packed_values)
         self.keys = tuple(self._written(b, n, ring) for b, n in zip(self.keys, packed_keys, strict=True))
         self.values = tuple(
             self._written(b, n, ring) for b, n in zip(self.values, packed_values, strict=True)
         )
+
+    def _packed(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        if self._records is not None:
+            return (self._records.pack_both(keys, values),), ()
+        return self.codec.keys.pack(keys), self.codec.values.pack(values)
 
     def _written(self, buffer: mx.array, new: mx.array, ring: int) -> mx.array:
         """buffer[slot, :, column] = new[row, :, t]. Donates `buffer` when nothing else holds it."""
@@ -176,6 +183,9 @@ class Columns:
 
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         self._span = span
+        if self._records is not None:
+            place = place_of(self.geometry, span, self._ring)
+            return self._records.fetch(self.keys[0], place, self._dtype)
         group = self.geometry.group
         read = slice(group.lo, group.hi)
         keys = self.codec.keys.unpack([part[read, :, :span] for part in self.keys], self._dtype)
@@ -186,6 +196,11 @@ class Columns:
     def span(self) -> int:
         """Columns that a fetch of this forward gives."""
         return self.geometry.span
+
+    @property
+    def _ring(self) -> int:
+        """Position p is in column p % ring; 0 = in column p."""
+        return 0
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
@@ -348,11 +363,12 @@ class WindowRing(Columns):
             self.capacity = self.size
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._wrapped:
-            self._store(keys, values, self.size)
-        else:
-            self._store(keys, values, 0)
+        self._store(keys, values, self._ring)
         return self._fetch(self.span)
+
+    @property
+    def _ring(self) -> int:
+        return self.size if self._wrapped else 0
 
     @property
     def span(self) -> int:

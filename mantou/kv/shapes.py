@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 ALL = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a codec's bits say a value: by groups with a scale and a bias, or by levels of a scale for the vector."""
+
+    bits: int
+    group_size: int = 0  # at most; 0 where levels say the values
+    levels: tuple[float, ...] = ()
+    edges: tuple[float, ...] = ()  # between the levels
+    signs: Callable[[int], Any] | None = (
+        None  # head dimension -> float32[D] before Hadamard's transform, if rotated
+    )
 
 
 @dataclass(frozen=True, slots=True)

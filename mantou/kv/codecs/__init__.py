@@ -2,7 +2,17 @@
 
 from mantou.kv.codecs.affine import Affine
 from mantou.kv.codecs.native import Native, Nothing
-from mantou.kv.codecs.schemes import SCHEMES, Uniform, make_scheme
+from mantou.kv.codecs.schemes import SCHEMES, InRecords, Uniform, make_scheme
 from mantou.kv.codecs.turbo import Codebook, Rotated
 
-__all__ = ["SCHEMES", "Affine", "Codebook", "Native", "Nothing", "Rotated", "Uniform", "make_scheme"]
+__all__ = [
+    "SCHEMES",
+    "Affine",
+    "Codebook",
+    "InRecords",
+    "Native",
+    "Nothing",
+    "Rotated",
+    "Uniform",
+    "make_scheme",
+]

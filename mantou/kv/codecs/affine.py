@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mantou.errors import ConfigError
+from mantou.kv.shapes import Packing
 
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)  # what MLX quantises by
@@ -27,6 +28,7 @@ class Affine:
         self.group_size = group_size
         self.name = f"kv{bits}" if group_size == DEFAULT_GROUP else f"kv{bits}g{group_size}"
         self.affine = bits, group_size
+        self.packing = Packing(bits, group_size)
 
     def _group(self, head_dim: int) -> int:
         for size in sorted(GROUP_SIZES, reverse=True):

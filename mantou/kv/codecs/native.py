@@ -13,6 +13,7 @@ class Native:
     name = "native"
     raw = True
     affine = None
+    packing = None
     num_parts = 1
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
@@ -34,6 +35,7 @@ class Nothing:
     name = "nothing"
     raw = False
     affine = None
+    packing = None
     num_parts = 0
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:

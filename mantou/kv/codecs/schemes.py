@@ -13,6 +13,7 @@ from mantou.kv.codecs.affine import BITS, DEFAULT_GROUP, GROUP_SIZES, Affine
 from mantou.kv.codecs.native import Native, Nothing
 from mantou.kv.codecs.turbo import HEAD_DIMS, Codebook, Rotated
 from mantou.kv.plan import KVPlan, LayerCodec, alike, make_plan
+from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import ALL, LayerShape
 from mantou.protocols import KVCodec, KVScheme
 
@@ -109,6 +110,27 @@ class Delayed:
             for codec in plan.codecs
         ]
         return replace(plan, name=self.name, codecs=tuple(delayed), start=self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class InRecords:
+    """Another scheme, with the bits of a cache where a device's kernels read them. `make` says which they can."""
+
+    scheme: KVScheme
+    make: Callable[[LayerShape, LayerCodec], RecordCodec | None]
+
+    @property
+    def name(self) -> str:
+        return self.scheme.name
+
+    def plan(self, shapes: Sequence[LayerShape]) -> KVPlan:
+        plan = self.scheme.plan(shapes)
+        pairs = zip(plan.shapes, plan.codecs, strict=True)
+        return replace(plan, codecs=tuple(self._codec(shape, codec) for shape, codec in pairs))
+
+    def _codec(self, shape: LayerShape, codec: LayerCodec) -> LayerCodec:
+        records = self.make(shape, codec) if shape.has_columns else None
+        return codec if records is None else LayerCodec(records, Nothing(), label=records.name)
 
 
 def read_kv_config(path: Path) -> PerLayer:

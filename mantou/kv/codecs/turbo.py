@@ -8,6 +8,7 @@ Keys are then stored in uniform groups, values by the codebook that is best for 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import NormalDist
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mantou.errors import ConfigError
+from mantou.kv.shapes import Packing
 from mantou.protocols import KVCodec
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -67,6 +69,7 @@ class Codebook:
         self.bits = bits
         self.name = f"codebook{bits}"
         self._levels, self._edges = normal_codebook(bits)
+        self.packing = Packing(bits, levels=self._levels, edges=self._edges)
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         x = x.astype(mx.float32)
@@ -125,6 +128,7 @@ class Rotated:
         self.head_dims = head_dims
         self.name = f"rotated-{inner.name}"
         self.num_parts = inner.num_parts
+        self.packing = replace(inner.packing, signs=_signs) if inner.packing else None
 
     def pack(self, x: mx.array) -> tuple[mx.array, ...]:
         return tuple(

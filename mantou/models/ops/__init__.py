@@ -16,6 +16,10 @@ def device_ops(kind: str, *, threads: int | None = None, activations: str = "exa
         from mantou.models.ops.cuda import CudaOps
 
         return CudaOps()
+    if kind == "metal":
+        from mantou.models.ops.metal import MetalOps
+
+        return MetalOps()
     if kind != "cpu":
         return PlainOps()
     from mantou.models.ops.cpu import cpu_ops

@@ -148,6 +148,9 @@ class CpuOps:
             columns=span,
         )
 
+    def records(self, shape: Any, codec: Any) -> None:
+        return None
+
     def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""
         from mantou.models.ops.extension import kernels

@@ -12,6 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mantou.kv.plan import LayerCodec
+from mantou.kv.records import RecordCodec
+from mantou.kv.shapes import LayerShape
+from mantou.models.ops.records import InPlace, cuda_kernels
+from mantou.models.ops.stack import stands
+
 # Queries that share a KV head are folded into one block of rows up to this many tokens a row; beyond, the fused
 # kernel has enough rows as it is.
 FOLD_WIDTH = 8
@@ -76,6 +82,9 @@ class CudaOps:
     name = "cuda"
     reads_blocks = False
 
+    def __init__(self) -> None:
+        self._attention = InPlace(cuda_kernels)
+
     def install(self, model: Any) -> Sequence[str]:
         """Retypes quantised layers of the graph and replaces MLX's attention for this process."""
         for _, module in model.named_modules():
@@ -83,12 +92,12 @@ class CudaOps:
                 module.__class__ = FlatQuantizedLinear
             elif type(module) is nn.QuantizedEmbedding:
                 module.__class__ = FlatQuantizedEmbedding
-        found = mx.fast.scaled_dot_product_attention
-        if not isinstance(getattr(found, "plain", None), FoldedAttention) and not isinstance(
-            found, FoldedAttention
-        ):
-            mx.fast.scaled_dot_product_attention = FoldedAttention(found)
-        return ()
+        if not stands(FoldedAttention):
+            mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
+        return self._attention.install()
+
+    def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
+        return self._attention.records(shape, codec)
 
     def write_rows(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mantou.kv.records import RecordCodec
 
 
 class PlainOps:
@@ -32,6 +35,9 @@ class PlainOps:
         return None
 
     def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
+        return None
+
+    def records(self, shape: Any, codec: Any) -> RecordCodec | None:
         return None
 
     def draw(self, logits: Any, params: Any, positions: Any) -> None:

@@ -1,0 +1,465 @@
+"""`python -m tests.bench.packed_attention --out DIR`: attention over packed KV on a GPU, against plain MLX.
+
+Part 1 compares the kernels with the oracle, spread over processes (compiling takes seconds a kernel, and MLX keeps the
+results on disk). Part 2 times one layer's decode attention: native, unpacked, in place, and kernel variants. Part 3
+decodes with a random Qwen3-4B over the engine's rows. Every result is printed as it comes and kept in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mantou.kv.codecs import InRecords, make_scheme
+from mantou.kv.geometry import Geometry
+from mantou.kv.plan import LayerCodec
+from mantou.kv.records import Place
+from mantou.kv.shapes import LayerShape
+from mantou.models.device import this_device
+from mantou.models.families import Family
+from mantou.models.load import describe, family_module
+from mantou.models.ops import device_ops
+from mantou.models.ops.cuda import FoldedAttention
+from mantou.models.ops.records import (
+    RecordKernels,
+    Records,
+    Tuning,
+    cuda_kernels,
+    metal_kernels,
+)
+from mantou.models.ops.records_format import record_format
+from mantou.models.runner import Runner
+from mantou.protocols import Group, KVScheme
+
+SCHEMES = ("8", "4", "turbo", "turbo-k4v2")
+VARIANTS = {
+    "base": Tuning(mma=True, run=512),
+    "run 256": Tuning(mma=True, run=256),
+    "run 1024": Tuning(mma=True, run=1024),
+    "run 2048": Tuning(mma=True, run=2048),
+    "warps 2": Tuning(mma=True, run=512, mma_warps=2),
+    "warps 8": Tuning(mma=True, run=512, mma_warps=8),
+    "warps 2, run 256": Tuning(mma=True, run=256, mma_warps=2),
+    "warps 8, run 1024": Tuning(mma=True, run=1024, mma_warps=8),
+    "no mma": Tuning(run=512, warps=4, dims=8),
+    "no mma, run 1024": Tuning(run=1024, warps=4, dims=8),
+}
+QWEN = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+_began = time.monotonic()
+
+
+def say(*words: Any) -> None:
+    print(f"[{time.monotonic() - _began:6.1f}]", *words, flush=True)
+
+
+@contextlib.contextmanager
+def guarded(what: str) -> Generator[None]:
+    """Prints what goes wrong in full and goes on: a run on a lent machine must not end at its first fault."""
+    try:
+        yield
+    except Exception:  # noqa: BLE001 (whatever it is, it is printed)
+        say("FAILED", what)
+        traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+
+
+def kernels_for(tuning: Tuning) -> RecordKernels:
+    return (metal_kernels if this_device().kind == "metal" else cuda_kernels)(tuning)
+
+
+# ------------------------------------------------------------------ one layer
+@dataclass(frozen=True)
+class Case:
+    scheme: str = "8"
+    group_size: int = 64
+    head_dim: int = 128
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 1
+    starts: tuple[int, ...] = (1000, 3, 517)
+    dtype: mx.Dtype = mx.bfloat16
+    variant: str = "base"
+    window: int = 0
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        heads = f"heads {self.heads}/{self.kv_heads} x {self.head_dim}"
+        more = f" window {self.window}" * bool(self.window) + " sinks" * self.sinks
+        dtype = str(self.dtype).rsplit(".", 1)[-1]
+        name = f"{self.scheme} g{self.group_size} {heads} T={self.width} {dtype} [{self.variant}]{more}"
+        return f"{name} starts {self.starts}"
+
+
+def codec_of(scheme: str, group_size: int, shape: LayerShape) -> LayerCodec:
+    return make_scheme(scheme, group_size=group_size).plan([shape]).codecs[0]
+
+
+def records_of(case: Case) -> tuple[Records, LayerCodec]:
+    heads = (case.kv_heads, case.head_dim)
+    shape = LayerShape(0, "full", heads, heads, case.dtype.size)
+    codec = codec_of(case.scheme, case.group_size, shape)
+    form = record_format(codec, shape)
+    assert form is not None, case
+    return Records(codec.name, form, kernels_for(VARIANTS[case.variant])), codec
+
+
+def compare(case: Case) -> bool:
+    """Whether the kernels agree with unpacking and plain attention in float32, and their packing with the codec's."""
+    records, codec = records_of(case)
+    batch, span = len(case.starts), max(case.starts) + case.width
+    mx.random.seed(1)
+    k, v = (mx.random.normal((batch, case.kv_heads, span, case.head_dim)).astype(case.dtype) for _ in "kv")
+    q = mx.random.normal((batch, case.heads, case.width, case.head_dim)).astype(case.dtype)
+    packed = records.pack_both(k, v)
+    geometry = Geometry(Group(0, case.width, (case.width,) * batch), case.starts)
+    place = Place(geometry, span)
+    keys, values = (x.astype(mx.float32) for x in records.fetch(packed, place, case.dtype))
+    kept = [c.unpack(c.pack(x), mx.float32) for c, x in ((codec.keys, k), (codec.values, v))]
+    worse = [
+        float(mx.sqrt(mx.mean((ours - x.astype(mx.float32)) ** 2)))
+        / float(mx.sqrt(mx.mean((theirs - x.astype(mx.float32)) ** 2)))
+        for ours, theirs, x in zip((keys, values), kept, (k, v), strict=True)
+    ]
+    sinks = mx.random.normal((case.heads,)) if case.sinks else None
+    scale = case.head_dim**-0.5
+    got = records.attention(packed, place, q, scale, case.window, sinks).astype(mx.float32)
+    mask = geometry.causal_mask(span, case.window)
+    scores = mx.repeat(keys, case.heads // case.kv_heads, 1) @ (q.astype(mx.float32) * scale).swapaxes(-1, -2)
+    scores = mx.where(mask, scores.swapaxes(-1, -2), -mx.inf)
+    if sinks is not None:
+        column = mx.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+        weights = mx.softmax(mx.concatenate([column, scores], -1), axis=-1)[..., 1:]
+    else:
+        weights = mx.softmax(scores, axis=-1)
+    want = weights @ mx.repeat(values, case.heads // case.kv_heads, 1)
+    error = float(mx.abs(got - want).max()) / float(mx.abs(want).max())
+    good = error < (2e-2 if case.dtype != mx.float32 else 1e-3) and max(worse) < 1.05
+    say(
+        "ok " if good else "BAD",
+        case,
+        f"error {error:.1e}",
+        f"packing error, of the codec's: {worse[0]:.3f} {worse[1]:.3f}",
+    )
+    return good
+
+
+def correctness() -> list[Case]:
+    plain = Case()
+    cases = [replace(plain, scheme=s, width=w) for s in SCHEMES for w in (1, 4, 8)]
+    cases += [replace(plain, scheme=s, group_size=32) for s in ("8", "4")]
+    cases += [replace(plain, scheme=s, head_dim=d) for s in ("8", "turbo") for d in (64, 256, 512)]
+    cases += [replace(plain, heads=h, kv_heads=n) for h, n in ((8, 8), (28, 4), (16, 2), (6, 3))]
+    cases += [replace(plain, scheme=s, dtype=d) for s in ("8", "turbo") for d in (mx.float16, mx.float32)]
+    cases += [replace(plain, window=100), replace(plain, sinks=True, head_dim=64), replace(plain, width=3)]
+    cases += [
+        replace(plain, scheme=s, variant=name) for s in ("8", "turbo") for name in VARIANTS if name != "base"
+    ]
+    return cases
+
+
+def check_part(part: int, parts: int) -> None:
+    for case in correctness()[part::parts]:
+        with guarded(str(case)):
+            compare(case)
+
+
+def check_all(parts: int, limit: float) -> None:
+    """All cases, each process compiling its own share."""
+    command = [sys.executable, "-m", "tests.bench.packed_attention", "--part"]
+    workers = [
+        subprocess.Popen(
+            [*command, f"{i}/{parts}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for i in range(parts)
+    ]
+    end = time.monotonic() + limit
+    for worker in workers:
+        try:
+            out, _ = worker.communicate(timeout=max(end - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            out, _ = worker.communicate()
+            out += "\nKILLED: out of time\n"
+        print(out, end="", flush=True)
+
+
+# ------------------------------------------------------------------ time of one layer
+def milliseconds(call: Callable[[int], mx.array], repeats: int) -> float:
+    """Of one call among many in a row, which find their inputs outside the caches."""
+    mx.eval([call(i) for i in range(2)])
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        mx.eval([call(i) for i in range(repeats)])
+        mx.synchronize()
+        best = min(best, (time.perf_counter() - began) / repeats)
+    return best * 1e3
+
+
+@dataclass
+class Layer:
+    """Random keys and values of one layer in several copies, so that the second-level cache holds none of them."""
+
+    rows: int
+    columns: int
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        native_bytes = self.rows * self.columns * 8 * 128 * 2 * 2
+        self.copies = max(1, min(12, int(300e6 // native_bytes) + 1))
+        self.repeats = max(4, min(24, int(6e9 // native_bytes)))
+        shape = (self.rows, 8, self.columns, 128)
+        self.keys = [mx.random.normal(shape, dtype=mx.bfloat16) for _ in range(self.copies)]
+        self.values = [mx.random.normal(shape, dtype=mx.bfloat16) for _ in range(self.copies)]
+        self.q = mx.random.normal((self.rows, 32, 1, 128), dtype=mx.bfloat16)
+        mx.eval(self.keys, self.values, self.q)
+        starts = [self.columns - 1 - (17 * i if self.ragged else 0) for i in range(self.rows)]
+        self.geometry = Geometry(Group(0, 1, (1,) * self.rows), starts)
+        self.place = Place(self.geometry, self.columns)
+
+    def native(self, plain: Callable[..., mx.array]) -> float:
+        mask = self.geometry.causal_mask(self.columns, 0) if self.ragged else None
+        attend = FoldedAttention(plain) if self.ragged else plain
+
+        def call(i: int) -> mx.array:
+            at = i % self.copies
+            return attend(self.q, self.keys[at], self.values[at], scale=0.09, mask=mask)
+
+        return milliseconds(call, self.repeats)
+
+    def unpacked(self, plain: Callable[..., mx.array], scheme: str) -> float:
+        heads = (8, 128)
+        codec = codec_of(scheme, 64, LayerShape(0, "full", heads, heads, 2))
+        parts = [
+            (codec.keys.pack(k), codec.values.pack(v)) for k, v in zip(self.keys, self.values, strict=True)
+        ]
+        mx.eval(parts)
+
+        def call(i: int) -> mx.array:
+            keys, values = parts[i % self.copies]
+            keys, values = codec.keys.unpack(keys, mx.bfloat16), codec.values.unpack(values, mx.bfloat16)
+            return plain(self.q, keys, values, scale=0.09)
+
+        return milliseconds(call, max(2, self.repeats // 4))
+
+    def in_place(self, scheme: str, variant: str, width: int = 1) -> float:
+        records, _ = records_of(Case(scheme=scheme, variant=variant))
+        packed = [records.pack_both(k, v) for k, v in zip(self.keys, self.values, strict=True)]
+        q = self.q if width == 1 else mx.random.normal((self.rows, 32, width, 128), dtype=mx.bfloat16)
+        place = self.place
+        if width > 1:
+            starts = [s - width + 1 for s in self.geometry.starts]
+            place = Place(Geometry(Group(0, width, (width,) * self.rows), starts), self.columns)
+        mx.eval(packed, q)
+        return milliseconds(
+            lambda i: records.attention(packed[i % self.copies], place, q, 0.09, 0, None), self.repeats
+        )
+
+
+def time_layers(
+    plain: Callable[..., mx.array], sizes: Sequence[tuple[int, int]], kept: dict[str, Any]
+) -> None:
+    say(
+        "us a layer | rows, columns | native (None), ragged fold | unpack + SDPA of each | in place of each |",
+        *SCHEMES,
+    )
+    for rows, columns in sizes:
+        with guarded(f"{rows} rows of {columns}"):
+            layer = Layer(rows, columns)
+            row: dict[str, Any] = {
+                "native": layer.native(plain),
+                "ragged": Layer(rows, columns, True).native(plain),
+            }
+            for scheme in SCHEMES:
+                with guarded(f"in place {scheme}"):
+                    row[f"in place {scheme}"] = layer.in_place(scheme, "base")
+            if rows in (1, 8):
+                for scheme in ("8", "turbo"):
+                    with guarded(f"unpack {scheme}"):
+                        row[f"unpack {scheme}"] = layer.unpacked(plain, scheme)
+                for width in (4, 8):
+                    with guarded(f"T={width}"):
+                        row[f"in place 8, T={width}"] = layer.in_place("8", "base", width)
+            kept[f"{rows}x{columns}"] = row
+            say(rows, columns, {name: round(ms * 1e3, 1) for name, ms in row.items()})
+        mx.clear_cache()
+
+
+def time_variants(sizes: Sequence[tuple[int, int]], kept: dict[str, Any]) -> None:
+    for rows, columns in sizes:
+        layer = Layer(rows, columns)
+        for scheme in ("8", "turbo"):
+            found: dict[str, float] = {}
+            for name in VARIANTS:
+                with guarded(f"variant {name}"):
+                    found[name] = layer.in_place(scheme, name)
+            kept[f"{scheme} {rows}x{columns}"] = found
+            say("variants", scheme, rows, columns, {name: round(ms * 1e3, 1) for name, ms in found.items()})
+        mx.clear_cache()
+
+
+# ------------------------------------------------------------------ decoding with a model
+def random_model(config: dict[str, Any]) -> Any:
+    source = family_module("qwen3")
+    mx.random.seed(0)
+    module = source.Model(source.ModelArgs.from_dict(config))
+    module.set_dtype(mx.bfloat16)
+    module.eval()
+    mx.eval(module.parameters())
+    return describe(module, config, Family("qwen3", supported=True))
+
+
+def decode(
+    model: Any, scheme: KVScheme, lengths: Sequence[int], steps: int, chunk: int = 512
+) -> dict[str, float]:
+    """Milliseconds a step and tokens a second of rows that hold `lengths` tokens."""
+    runner = Runner(model, scheme, max_width=chunk, span_step=256)
+    rows = len(lengths)
+    runner.kv.resize(rows)
+    vocabulary = model.config["vocab_size"]
+    began = time.perf_counter()
+    for lo in range(0, max(lengths), chunk):
+        counts = tuple(max(0, min(chunk, length - lo)) for length in lengths)
+        group = Group(0, chunk, counts)
+        tokens = [[(31 * i + 7 * j) % vocabulary for i in range(n)] for j, n in enumerate(counts)]
+        _, logits = runner.forward(group, tokens, [[max(n - 1, 0)] for n in counts])
+        mx.eval(logits)
+        runner.kv.commit(group, counts)
+        runner.wait()
+    mx.synchronize()
+    prefill = time.perf_counter() - began
+    group, ones = Group(0, 1, (1,) * rows), (1,) * rows
+    fed = mx.zeros((rows, 1), mx.int32)
+    last: mx.array | None = None
+    warm, times, built = 24, list[float](), 0.0
+    for step in range(warm + steps):
+        began = time.perf_counter()
+        _, logits = runner.forward(group, fed, None)
+        fed = mx.argmax(logits, axis=-1).astype(mx.int32)
+        if step >= warm:
+            built += time.perf_counter() - began
+        mx.async_eval(fed, runner.kv.arrays())
+        runner.kv.commit(group, ones)
+        if last is not None:
+            last.tolist()
+        last = fed
+        times.append(time.perf_counter() - began)
+    mean = sum(sorted(times[warm:])[: -(steps // 8)]) / (
+        steps - steps // 8
+    )  # but for what the host was held up by
+    return {
+        "rows": rows,
+        "ms": mean * 1e3,
+        "build_ms": built / steps * 1e3,
+        "tokens_per_second": rows / mean,
+        "prefill_s": prefill,
+        "kv_gb": runner.kv.nbytes / 1e9,
+    }
+
+
+def budget_rows(model: Any, scheme: KVScheme, length: int, gigabytes: float = 4.0) -> int:
+    return max(1, int(gigabytes * 1e9 // scheme.plan(model.shapes).row_bytes(length)))
+
+
+def time_model(config: dict[str, Any], length: int, steps: int, limit: float, kept: dict[str, Any]) -> None:
+    say("a random model of", config["num_hidden_layers"], "layers")
+    model = random_model(config)
+    ops = device_ops(this_device().kind)
+
+    def ours(name: str) -> KVScheme:
+        return InRecords(make_scheme(name), ops.records)
+
+    native = make_scheme("off")
+    for name in SCHEMES:
+        ours(name).plan(model.shapes)
+    say("notes:", ops.install(model.module))
+    schemes: dict[str, KVScheme] = {"native": native, **{name: ours(name) for name in SCHEMES}}
+    jobs: list[tuple[str, KVScheme, list[int]]] = []
+
+    def add(name: str, what: str, lengths: list[int]) -> None:
+        jobs.append((f"{name}, {what}", schemes[name], lengths))
+
+    rows = {name: budget_rows(model, schemes[name], length + 128) for name in schemes}
+    for _ in range(2):
+        for name in ("native", "8"):
+            add(name, "1 row", [length])
+            add(name, "rows of 4 GB", [length] * rows[name])
+            add(name, "8 rows", [length] * 8)
+            add(name, "8 ragged rows", [length - 37 * i for i in range(8)])
+    for name in ("turbo", "4", "turbo-k4v2"):
+        add(name, "1 row", [length])
+        add(name, "rows of 4 GB", [length] * rows[name])
+    add("turbo", "8 rows", [length] * 8)
+    jobs.append(("8 unpacked, 1 row", make_scheme("8"), [length]))
+    jobs.append(("8 unpacked, rows of 4 GB", make_scheme("8"), [length] * rows["8"]))
+    for number, (what, scheme, lengths) in enumerate(jobs):
+        if time.monotonic() - _began > limit:
+            say("out of time:", len(jobs) - number, "decodes left out")
+            break
+        with guarded(what):
+            found = decode(model, scheme, lengths, steps)
+            kept[f"{what}{' again' if what in kept else ''}"] = found
+            say(what, {name: round(value, 3) for name, value in found.items()})
+        mx.clear_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.packed_attention", description=__doc__)
+    parser.add_argument("--part", help="I/N: only this share of the comparisons")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--limit", type=float, default=140, help="seconds after which no decode is begun")
+    parser.add_argument("--only", default="check,variants,layers,model")
+    args = parser.parse_args(argv)
+    if args.part:
+        share = args.part.split("/")
+        check_part(int(share[0]), int(share[1]))
+        return 0
+    results: dict[str, Any] = {"check": {}, "variants": {}, "layers": {}, "model": {}}
+    plain = mx.fast.scaled_dot_product_attention
+    sizes = [(rows, columns) for columns in (4096, 1024, 16384) for rows in (1, 4, 8, 16, 32)]
+    parts: dict[str, Callable[[], None]] = {
+        "check": lambda: check_all(args.processes, 60),
+        "variants": lambda: time_variants(
+            [(1, 4096), (8, 4096), (32, 4096), (1, 16384)], results["variants"]
+        ),
+        "layers": lambda: time_layers(plain, sizes, results["layers"]),
+        "model": lambda: time_model(QWEN, 4096, 40, args.limit, results["model"]),
+    }
+    for name in args.only.split(","):
+        say("==", name)
+        with guarded(name):
+            parts[name]()
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "packed_attention.json").write_text(json.dumps(results, indent=1), "utf-8")
+    say("end")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
