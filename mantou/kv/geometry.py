@@ -5,7 +5,7 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
