@@ -110,7 +110,7 @@ class RecordKernels:
 
 
 def cuda_kernels(tuning: Tuning | None = None) -> RecordKernels:
-    tuning = tuning or Tuning(mma=True)
+    tuning = tuning or Tuning(mma=True, run=1024)  # see docs/adr/013
     return RecordKernels(mx.fast.cuda_kernel, CUDA_HEADER, tuning=tuning, compiled=mx.compile)
 
 
