@@ -20,13 +20,8 @@ from mantou.kv.records import Place
 from mantou.kv.shapes import LayerShape
 from mantou.models.families import Family
 from mantou.models.load import describe, family_module
-from mantou.models.ops.records import (
-    InPlace,
-    RecordAttention,
-    RecordKernels,
-    Records,
-    Tuning,
-)
+from mantou.models.ops.in_place import InPlace, RecordAttention
+from mantou.models.ops.records import RecordKernels, Records, Tuning
 from mantou.models.ops.records_format import record_format
 from mantou.models.runner import Runner
 from mantou.protocols import Group, KVScheme

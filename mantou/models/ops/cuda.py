@@ -15,7 +15,8 @@ import mlx.nn as nn
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import LayerShape
-from mantou.models.ops.records import InPlace, cuda_kernels
+from mantou.models.ops.in_place import InPlace
+from mantou.models.ops.records import cuda_kernels
 from mantou.models.ops.stack import stands
 
 # Queries that share a KV head are folded into one block of rows up to this many tokens a row; beyond, the fused

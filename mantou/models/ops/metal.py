@@ -9,8 +9,9 @@ from typing import Any
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import LayerShape
+from mantou.models.ops.in_place import InPlace
 from mantou.models.ops.plain import PlainOps
-from mantou.models.ops.records import InPlace, metal_kernels
+from mantou.models.ops.records import metal_kernels
 
 
 class MetalOps(PlainOps):
