@@ -95,10 +95,10 @@ static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, f
   }
 }
 
-// Asks for the keys that come soon and for the value that is weighed later: a decoding row reads each once, from memory.
-constexpr int kAhead = 8;
+constexpr int kAhead = 8;  // keys between the one that is asked for and the one that is read
 
-// `at` is the row of the value, `ahead` that of the key, or -1.
+// Asks for a key that comes soon (row `ahead`, or -1) and for the value that is weighed later (row `at`): a decoding row
+// reads each once, from memory.
 MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t at, int64_t ahead) {
   const auto fetch = [&](const void* rows, int64_t at, int dim) {
     const auto* p = static_cast<const char*>(rows) + at * static_cast<int64_t>(size_of(t.kv));
