@@ -8,10 +8,13 @@ from typing import Any
 
 def table(result: Mapping[str, Any]) -> str:
     notes = "; ".join(result["notes"])
+    heading = (
+        f"Rows in blocks of {result['block']} tokens against a buffer a row: {result['shape']} llama of random "
+        f"weights, {result['dtype']}, on {result['device']} ({notes}), mlx {result['mlx']}; medians of "
+        f"{result['rounds']} interleaved rounds of {result['steps']} decode steps."
+    )
     lines = [
-        f"Rows in blocks of {result['block']} tokens against a buffer a row: {result['shape']} llama of random weights, "
-        f"{result['dtype']}, on {result['device']} ({notes}), mlx {result['mlx']}; medians of {result['rounds']} "
-        f"interleaved rounds of {result['steps']} decode steps.",
+        heading,
         "",
         "| rows | KV | memory, buffers | blocks | ratio | tok/s, buffers | blocks | ratio |",
         "|---|---|---|---|---|---|---|---|",
