@@ -96,8 +96,10 @@ def choose_paging(config: Config, reads_blocks: bool) -> tuple[int | None, str]:
         return None, "--paged-kv off"
     if config.paged_kv == "on":
         return config.paged_kv_block_size, "--paged-kv on"
-    if reads_blocks:
+    if reads_blocks and config.kv_quant == "off":
         return config.paged_kv_block_size, "auto: this device reads blocks in place"
+    if reads_blocks:  # measured: docs/performance/paged-kv
+        return None, "auto: quantised rows decode slower in blocks; --paged-kv on saves memory"
     return (
         None,
         "auto: attention on this device does not read blocks in place; --paged-kv on saves memory",

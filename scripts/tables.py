@@ -171,8 +171,9 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _result(path: Path, folder: Path) -> str:
-    from tests.bench import cache_report, report
+    from tests.bench import cache_report, paged_report, report
 
     name, result = path.relative_to(folder).as_posix(), json.loads(path.read_text())
-    table = cache_report.table if "cache" in result else report.table
+    tables = {"cache": cache_report.table, "paged": paged_report.table}
+    table = next((tables[kind] for kind in tables if kind in result), report.table)
     return f"From [{name}]({name}).\n\n{table(result)}"

@@ -95,23 +95,24 @@ static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, f
   }
 }
 
-// Asks for the keys that come soon and for the value that is weighed later: a decoding row reads each once, from memory.
-MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t j, int64_t hi) {
-  constexpr int kAhead = 8;
+constexpr int kAhead = 8;  // keys between the one that is asked for and the one that is read
+
+// Asks for a key that comes soon (row `ahead`, or -1) and for the value that is weighed later (row `at`): a decoding row
+// reads each once, from memory.
+MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t at, int64_t ahead) {
   const auto fetch = [&](const void* rows, int64_t at, int dim) {
     const auto* p = static_cast<const char*>(rows) + at * static_cast<int64_t>(size_of(t.kv));
     for (size_t b = 0; b < static_cast<size_t>(dim) * size_of(t.kv); b += 64) __builtin_prefetch(p + b);
   };
-  if (j + kAhead < hi) fetch(t.keys, (j + kAhead) * t.key_stride, t.head_dim);
-  fetch(t.values, j * t.value_stride, t.value_dim);
+  if (ahead >= 0) fetch(t.keys, ahead * t.key_stride, t.head_dim);
+  fetch(t.values, at * t.value_stride, t.value_dim);
 }
 
 static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {
   for (int j = lo; j < hi;) {
-    const int end = run_end(t, j, hi);
     int64_t at = row_of(t, j);
-    for (const int64_t last = at + (end - j); j < end; ++j, ++at) {
-      fetch_ahead(t, at, last);
+    for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
+      fetch_ahead(t, at, j + kAhead < end ? at + kAhead : j + kAhead < hi ? row_of(t, j + kAhead) : -1);
       for (int i = 0; i < t.num_queries; ++i) {
         Vf acc = zero();
         each_vector(t.head_dim, [&](int d, int lanes) {

@@ -57,7 +57,7 @@ class PagedAttention:
         **more: Any,
     ) -> mx.array:
         keys, values = fetched(k), fetched(v)
-        if keys is not None and values is not None and not any(more.values()):
+        if keys is not None and values is not None and q.shape[0] == k.shape[0] and not any(more.values()):
             done = self._in_place(q, keys, values, {"scale": scale, "mask": mask, "sinks": sinks})
             if done is None and isinstance(mask, mx.array) and _can_part(q, keys, mask):
                 done = self._in_parties(q, keys, values, scale, mask, sinks)
@@ -68,8 +68,9 @@ class PagedAttention:
     def _in_place(
         self, q: mx.array, keys: Fetched, values: Fetched, options: dict[str, Any]
     ) -> mx.array | None:
-        groups = groups_of(keys.codec, q.shape[-1])
-        if groups is None or groups != groups_of(values.codec, q.shape[-1]) or self.read_blocks is None:
+        groups = groups_of(keys.codec, keys.array.shape[-1])
+        alike = groups == groups_of(values.codec, values.array.shape[-1])
+        if groups is None or not alike or self.read_blocks is None:
             return None
         placement = keys.placement
         return self.read_blocks(

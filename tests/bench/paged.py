@@ -147,7 +147,7 @@ def main() -> None:
         "block": asked.block,
         "rounds": asked.rounds,
         "steps": asked.steps,
-        "loads": [
+        "paged": [
             row
             for codec in asked.codec or ["off"]
             for row in compare(loaded, ops, codec, asked.block, asked.longest, asked.rounds, asked.steps)

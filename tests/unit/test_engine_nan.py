@@ -76,6 +76,8 @@ def assert_only(
         {"chunk": 16, "codec": "8@24"},
         {"codec": "8"},
         {"codec": "turbo"},
+        {"block": 16},
+        {"block": 16, "codec": "8@24", "bucketed": True},
         {"bucketed": True},
         {"family": "qwen3_5"},
         {"family": "gemma3_text"},

@@ -199,6 +199,7 @@ def test_rows_beyond_the_pool_wait_and_get_the_same_tokens() -> None:
     [
         ({}, True, 64),
         ({}, False, None),
+        ({"kv_quant": "8"}, True, None),
         ({"paged_kv": "off"}, True, None),
         ({"paged_kv": "on", "paged_kv_block_size": 128}, False, 128),
     ],
