@@ -217,6 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=30, help="seconds between two checkpoints")
     parser.add_argument("--rate", type=float, default=1.5e-3)
     parser.add_argument("--draft-vocab", type=int, default=8192)
+    parser.add_argument("--bits", type=int, default=0, help="of the head's matrices; 0 = bfloat16")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -257,7 +258,7 @@ def main() -> int:
     def pause(now: training.Params, number: int) -> None:
         fixed = tree_map(mx.stop_gradient, now)
         facts["steps"], facts["acceptance"] = number, report(fixed, head, ids, held, options.rounds)
-        training.save(options.out, fixed, shape, ids, facts)
+        training.save(options.out, fixed, shape, ids, facts, options.bits)
 
     pause(params, 0)
     train(head, params, rounds, hidden_rms, options, options.seconds - 5, pause)

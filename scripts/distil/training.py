@@ -256,13 +256,27 @@ def acceptance(
 
 
 def save(
-    folder: Path, params: Mapping[str, mx.array], shape: Shape, draft_ids: mx.array, facts: Mapping[str, Any]
+    folder: Path,
+    params: Mapping[str, mx.array],
+    shape: Shape,
+    draft_ids: mx.array,
+    facts: Mapping[str, Any],
+    bits: int = 0,
 ) -> None:
-    """A checkpoint in the layout of public EAGLE heads. `d2t` counts from the draft id, as in EAGLE-3."""
+    """A checkpoint in the layout of public EAGLE heads. `d2t` counts from the draft id, as in EAGLE-3.
+
+    With `bits` its matrices are packed in groups of 64, as mlx-lm's converter does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    config = shape.config(draft_ids.size)
     arrays = {name: value.astype(mx.bfloat16) for name, value in params.items()}
+    if bits:
+        config["quantization"] = {"group_size": 64, "bits": bits}
+        for name in [name for name, value in arrays.items() if value.ndim == 2]:
+            stem = name.removesuffix(".weight")
+            packed = mx.quantize(arrays.pop(name), 64, bits)
+            arrays |= dict(zip((f"{stem}.weight", f"{stem}.scales", f"{stem}.biases"), packed, strict=True))
     arrays["d2t"] = draft_ids - mx.arange(draft_ids.size)
     mx.save_safetensors(str(folder / "model.safetensors"), arrays)
-    config = shape.config(draft_ids.size)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     (folder / "distilled.json").write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
