@@ -77,7 +77,7 @@ def prompts(folder: Path) -> list[list[int]]:
     tokenizer = Tokenizer.load(folder)
     template = ChatTemplate.load(folder, tokenizer)
     chats = [list(template.render([Message(role="user", content=q)]).tokens) for q in QUESTIONS]
-    return [*chats, *(list(tokenizer.encode(opening)) for opening in OPENINGS)]
+    return [*chats, *(list(tokenizer.encode(opening, add_special_tokens=True)) for opening in OPENINGS)]
 
 
 def write(folder: Path) -> dict[str, Any]:
