@@ -94,6 +94,13 @@ def test_a_block_that_the_model_closes_in_time_is_left_alone() -> None:
     )
 
 
+def test_a_character_is_finished_before_the_block_is_ended() -> None:
+    assert write(BYTES, limited(BYTES, TAGS.budget(2, opened=True)), "a😀b")[0] == "a😀\n</think>\n\nb"
+    grammar = GRAMMARS.write(Grammar("json_object"), Setting(reasoning=TAGS, reasoning_open=True))
+    found = limited(BYTES, TAGS.budget(2, opened=True), grammar)
+    assert write(BYTES, found, 'a😀"a')[0] == 'a😀\n</think>\n\n{"a'
+
+
 def test_nothing_left_to_spend_closes_a_block_at_once() -> None:
     assert write(BYTES, limited(BYTES, TAGS.budget(0, opened=True)), "So")[0] == "\n</think>\n\nSo"
 

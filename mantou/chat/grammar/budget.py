@@ -20,6 +20,7 @@ from mantou.protocols import Constraint
 _SPACES = frozenset(b" \t\n\r\f\v")
 _NUM_BYTES = 256  # signs from here on are special tokens
 _NEWLINE = ord("\n")
+_LONGEST_CHARACTER = 4  # bytes, so no more tokens than that
 
 
 class _Phase(Enum):
@@ -57,7 +58,7 @@ class BudgetConstraint:
         self._budget = budget
         self._inner = inner
         self._open, self._close = _tag(tokenizer, budget.open), _tag(tokenizer, budget.close)
-        self._num_kept = max(len(self._open.signs), len(self._close.signs), 1)
+        self._num_kept = max(len(self._open.signs), len(self._close.signs), _LONGEST_CHARACTER)
         opening = tokenizer.encode(budget.open, add_special_tokens=False)
         # What would open another block: this token, behind that one if the tag has several.
         self._reopening = opening[-1:] if len(opening) == 1 else opening[:2]
@@ -115,12 +116,17 @@ class BudgetConstraint:
     def _checked(self, place: _Place) -> _Place:
         """The place, with what is forced where the budget is used up."""
         used_up = place.num_spent >= self._budget.num_tokens
-        if place.phase is not _Phase.INSIDE or place.forced or not used_up:
+        if place.phase is not _Phase.INSIDE or place.forced or not used_up or self._waits(place):
             return place
         begun = self._close.begun(place.tail)
         before = "" if begun or place.tail[-1:] == (_NEWLINE,) else self._budget.before
         text = f"{before}{''.join(self._close.texts[begun:])}{self._budget.after}"
         return place._replace(forced=tuple(self._tokenizer.encode(text, add_special_tokens=False)))
+
+    def _waits(self, place: _Place) -> bool:
+        """Whether half a character comes first: a grammar takes whole ones only, free text may be cut in the end."""
+        over = place.num_spent - self._budget.num_tokens
+        return _is_cut(place.tail) and (self._inner is not None or over < _LONGEST_CHARACTER)
 
     def _banned(self, place: _Place) -> int | None:
         """The token that would open another block, once there is nothing left for it."""
@@ -135,6 +141,16 @@ class BudgetConstraint:
 
 def _ends(tail: tuple[int, ...], tag: _Tag) -> bool:
     return tail[-len(tag.signs) :] == tag.signs
+
+
+def _is_cut(tail: tuple[int, ...]) -> bool:
+    """Whether the bytes end inside a character of UTF-8."""
+    for back, sign in enumerate(reversed(tail[-_LONGEST_CHARACTER:]), 1):
+        if sign < 0x80 or sign >= _NUM_BYTES:
+            return False
+        if sign >= 0xC0:
+            return back < (2 if sign < 0xE0 else 3 if sign < 0xF0 else 4)
+    return False
 
 
 def _signs(tokenizer: Tokenizer, token: int) -> Iterable[int]:
