@@ -10,6 +10,7 @@ if mx.__version__ != MLX:
     raise ImportError(f"mantou_kernels was built for MLX {MLX} and this is {mx.__version__}; build it again")
 
 from mantou_kernels._ext import (
+    EncoderLayer,
     Layer,
     Packed,
     adapter_rows,
@@ -17,6 +18,7 @@ from mantou_kernels._ext import (
     draw,
     draws_like_mlx,
     embed,
+    encoder_layer,
     gate,
     gated_delta,
     gather_linear,
@@ -25,6 +27,7 @@ from mantou_kernels._ext import (
     layer_norm,
     linear,
     linear_top,
+    make_encoder_layer,
     make_layer,
     pack_affine,
     pack_dense,
@@ -41,6 +44,7 @@ from mantou_kernels._ext import (
 )
 
 __all__ = [
+    "EncoderLayer",
     "Layer",
     "Packed",
     "adapter_rows",
@@ -48,6 +52,7 @@ __all__ = [
     "draw",
     "draws_like_mlx",
     "embed",
+    "encoder_layer",
     "gate",
     "gated_delta",
     "gather_linear",
@@ -56,6 +61,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_top",
+    "make_encoder_layer",
     "make_layer",
     "pack_affine",
     "pack_dense",

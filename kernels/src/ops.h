@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "encoder.h"
 #include "kernels.h"
 #include "layer.h"
 
@@ -125,7 +126,21 @@ struct LayerOptions {
 std::vector<array> layer(const array& x, const std::shared_ptr<LayerSpec>& spec, const std::vector<array>& buffers,
                          const array& start, const LayerOptions& options);
 
+// ---- ops_encoder.cpp
+struct EncoderParts {
+  Weights qkv, out, up, down;
+  Optional qkv_bias, out_bias, up_bias, down_bias, attention_norm, attention_norm_bias, norm, norm_bias;
+  float eps;
+  int heads;
+  float scale;
+  std::string activation;
+};
+std::shared_ptr<EncoderSpec> make_encoder_layer(const EncoderParts& parts);
+// x [B, T, hidden] -> like x. lengths int32 [B]: a row's tokens come first, and what lies behind them means nothing.
+array encoder_layer(const array& x, const std::shared_ptr<EncoderSpec>& spec, const Optional& lengths);
+
 // Shared by the operations.
+std::vector<float> floats_of(const Optional& a);
 Gate gate_of(const std::string& name);
 std::vector<float> rope_frequencies(float base, int half);
 
