@@ -10,6 +10,7 @@ if mx.__version__ != MLX:
     raise ImportError(f"mantou_kernels was built for MLX {MLX} and this is {mx.__version__}; build it again")
 
 from mantou_kernels._ext import (
+    EncoderLayer,
     Layer,
     Packed,
     adapter_rows,
@@ -18,6 +19,7 @@ from mantou_kernels._ext import (
     draw,
     draws_like_mlx,
     embed,
+    encoder_layer,
     gate,
     gated_delta,
     gather_linear,
@@ -27,6 +29,7 @@ from mantou_kernels._ext import (
     layers,
     linear,
     linear_top,
+    make_encoder_layer,
     make_layer,
     pack_affine,
     pack_dense,
@@ -44,6 +47,7 @@ from mantou_kernels._ext import (
 )
 
 __all__ = [
+    "EncoderLayer",
     "Layer",
     "Packed",
     "adapter_rows",
@@ -52,6 +56,7 @@ __all__ = [
     "draw",
     "draws_like_mlx",
     "embed",
+    "encoder_layer",
     "gate",
     "gated_delta",
     "gather_linear",
@@ -61,6 +66,7 @@ __all__ = [
     "layers",
     "linear",
     "linear_top",
+    "make_encoder_layer",
     "make_layer",
     "pack_affine",
     "pack_dense",

@@ -206,7 +206,7 @@ static void amx_affine_block(const Layout& l, const uint8_t* block, const uint8_
 }
 
 static void amx_block(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, int planes, float* out) {
-  if (l.form != Form::affine || !amx_pays(l, tokens, planes)) return block(l, p, tile, tokens, planes, out);
+  if (!amx_pays(l, tokens, planes)) return affine(l, p, tile, tokens, planes, out);
   switch (l.bits) {
     case 2: return amx_affine_block<2>(l, p, tile, tokens, planes, out);
     case 3: return amx_affine_block<3>(l, p, tile, tokens, planes, out);

@@ -21,6 +21,8 @@ Range visible(const AttentionCall& c, int b, int t) {
     last = c.start[b] + t + 1;
   } else if (c.causal) {
     last = c.keys - c.tokens + t + 1;
+  } else if (c.lengths != nullptr) {
+    last = c.lengths[b];
   }
   if (c.window > 0) first = last - c.window;
   last = std::clamp(last, 0, c.keys);

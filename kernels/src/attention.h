@@ -60,8 +60,9 @@ struct AttentionCall {
   Scalar round = Scalar::f32;
 
   // What token t of batch row b sees: keys [t + start[b] - window + 1, t + start[b]] when `start` is given (window 0 =
-  // no bound), the causal triangle aligned to the last key when `causal`, otherwise all.
+  // no bound), the causal triangle aligned to the last key when `causal`, otherwise all: lengths[b] keys, or `keys`.
   const int32_t* start = nullptr;
+  const int32_t* lengths = nullptr;
   const int32_t* count = nullptr;  // only the first count[b] tokens are real, the others give 0
   bool causal = false;
   int window = 0;

@@ -19,15 +19,14 @@ void prepare(const Layout& l, const float* row, int token, int tokens, int plane
                          : prepare_dense(l, row, token, tokens, tile);
 }
 
-void block(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, int planes, float* out) {
+void affine(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, int planes, float* out) {
   switch (l.bits) {
     case 2: return affine_block<2>(l, p, tile, tokens, planes, out);
     case 3: return affine_block<3>(l, p, tile, tokens, planes, out);
     case 4: return affine_block<4>(l, p, tile, tokens, planes, out);
     case 5: return affine_block<5>(l, p, tile, tokens, planes, out);
     case 6: return affine_block<6>(l, p, tile, tokens, planes, out);
-    case 8: return affine_block<8>(l, p, tile, tokens, planes, out);
-    default: return dense_block(l, p, tile, tokens, out);
+    default: return affine_block<8>(l, p, tile, tokens, planes, out);
   }
 }
 
@@ -35,14 +34,31 @@ void block(const Layout& l, const uint8_t* p, const uint8_t* tile, int tokens, i
 #include "amx.inl"
 #endif
 
+using Affine = void (*)(const Layout&, const uint8_t* p, const uint8_t* tile, int tokens, int planes, float* out);
+
+template <Affine affine_one>
+void multiply(const Layout& l, const uint8_t* const* blocks, int count, const uint8_t* tile, int tokens, int planes,
+              float* const* out) {
+  if (l.form == Form::dense && count == kDensePair) {
+    DenseBlocks<kDensePair> all;
+    for (int i = 0; i < kDensePair; ++i) all.weights[i] = blocks[i], all.out[i] = out[i];
+    return dense_blocks<kDensePair>(l, all, tile, tokens);
+  }
+  for (int i = 0; i < count; ++i)
+    l.form == Form::dense ? dense_blocks<1>(l, {{blocks[i]}, {out[i]}}, tile, tokens)
+                          : affine_one(l, blocks[i], tile, tokens, planes, out[i]);
+}
+
 }  // namespace
 
-using Block = decltype(Kernels::block);
-constexpr Kernels table(const char* name, Block block) {
+using Multiply = decltype(Kernels::multiply);
+constexpr Kernels table(const char* name, Multiply multiply) {
   return {
     name,
+    MANTOU_ISA::kDenseTile,
+    MANTOU_ISA::kDenseWide,
     MANTOU_ISA::prepare,
-    block,
+    multiply,
     MANTOU_ISA::load_row,
     MANTOU_ISA::store_row,
     MANTOU_ISA::round_row,
@@ -69,12 +85,12 @@ constexpr Kernels table(const char* name, Block block) {
 namespace mantou {
 
 extern const Kernels MANTOU_TABLE;
-const Kernels MANTOU_TABLE = MANTOU_ISA::table(MANTOU_ISA_NAME, MANTOU_ISA::block);
+const Kernels MANTOU_TABLE = MANTOU_ISA::table(MANTOU_ISA_NAME, MANTOU_ISA::multiply<MANTOU_ISA::affine>);
 
 #if defined(MANTOU_AMX)
 // The same kernels but for many tokens times quantised weights.
 extern const Kernels kernels_amx;
-const Kernels kernels_amx = MANTOU_ISA::table("amx", MANTOU_ISA::amx_block);
+const Kernels kernels_amx = MANTOU_ISA::table("amx", MANTOU_ISA::multiply<MANTOU_ISA::amx_block>);
 
 bool amx_gives_right_products();
 bool amx_gives_right_products() { return MANTOU_ISA::amx_multiplies(); }

@@ -65,21 +65,32 @@ struct SsmTask {  // one head of one batch row of a Mamba-2 recurrence
   float* y;
 };
 
+// What becomes of a product, in this order. Each step rounds to `type`, as the separate operations would.
+struct Finish {
+  Scalar type;
+  const float* bias = nullptr;  // of the block
+  bool activated = false;
+  Gate activation = Gate::silu;
+  const void* residual = nullptr;
+};
+
 struct Kernels {
   const char* name;
 
-  // Activations of `tokens` (<= kMaxTile) rows as the block kernels read them. planes: 2 = 16-bit, 1 = 8-bit.
+  int dense_tile, dense_width;  // tokens of a tile of dense weights, and of its parts that share no cache line
+
+  // Activations of `tokens` (of one tile at most) rows as the block kernels read them. planes: 2 = 16-bit, 1 = 8-bit.
   void (*prepare)(const Layout&, const float* row, int token, int tokens, int planes, uint8_t* tile);
-  // out[token][16] = block * tile. The result of a token does not depend on `tokens`.
-  void (*block)(const Layout&, const uint8_t* block, const uint8_t* tile, int tokens, int planes, float* out);
+  // out[i][token][16] = blocks[i] * tile for one block, or for two. The result of a token does not depend on `tokens`.
+  void (*multiply)(const Layout&, const uint8_t* const* blocks, int count, const uint8_t* tile, int tokens, int planes,
+                   float* const* out);
 
   void (*load)(const void* from, size_t offset, Scalar, int n, float* to);
   void (*store)(const float* from, int n, Scalar, void* to, size_t offset);
   void (*round)(float* x, int n, Scalar);
   void (*add)(float* x, const float* y, int n);  // x += y
-  // Token m of a block's results, x[m][16], of which the first n count: added to `residual` (or null), rounded, stored
-  // at element at[m].
-  void (*finish)(const float* x, int tokens, int n, const void* residual, Scalar, const size_t* at, void* out);
+  // Token m of a block's results, x[m][16], of which the first n count: finished and stored at element at[m].
+  void (*finish)(const float* x, int tokens, int n, const Finish&, const size_t* at, void* out);
 
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, Scalar round, float* y);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, Scalar round, float* y);

@@ -31,23 +31,28 @@ struct Plan {
   std::vector<Group> groups;
 };
 
+// How rows become tiles: of at most `tile` rows, cut at multiples of `unit`.
+struct Cut {
+  int tile, unit;
+};
+
 // Splits `count` rows into tiles of nearly equal size, so that no tile is left with one row.
-void add_tiles(Plan& plan, int first, int count) {
-  const int tiles = (count + kMaxTile - 1) / kMaxTile;
+void add_tiles(Plan& plan, Cut cut, int first, int count) {
+  const int tiles = (count + cut.tile - 1) / cut.tile, units = (count + cut.unit - 1) / cut.unit;
   for (int t = 0; t < tiles; ++t) {
-    const int begin = static_cast<int>(static_cast<int64_t>(count) * t / tiles);
-    const int end = static_cast<int>(static_cast<int64_t>(count) * (t + 1) / tiles);
+    const int begin = static_cast<int>(static_cast<int64_t>(units) * t / tiles) * cut.unit;
+    const int end = std::min(count, static_cast<int>(static_cast<int64_t>(units) * (t + 1) / tiles) * cut.unit);
     plan.tiles.push_back({first + begin, end - begin});
   }
 }
 
-void make_plan(const LinearCall& c, int first_row, int num_rows, Plan& plan) {
+void make_plan(const LinearCall& c, Cut cut, int first_row, int num_rows, Plan& plan) {
   plan.order.resize(num_rows);
   plan.tiles.clear();
   plan.groups.clear();
   std::iota(plan.order.begin(), plan.order.end(), first_row);
   if (c.expert == nullptr) {
-    add_tiles(plan, 0, num_rows);
+    add_tiles(plan, cut, 0, num_rows);
     plan.groups.push_back({0, 0, static_cast<int>(plan.tiles.size())});
     return;
   }
@@ -55,7 +60,7 @@ void make_plan(const LinearCall& c, int first_row, int num_rows, Plan& plan) {
   for (int i = 0, j; i < num_rows; i = j) {
     const int expert = c.expert[plan.order[i]], begin = static_cast<int>(plan.tiles.size());
     for (j = i; j < num_rows && c.expert[plan.order[j]] == expert; ++j) {}
-    add_tiles(plan, i, j - i);
+    add_tiles(plan, cut, i, j - i);
     plan.groups.push_back({expert, begin, static_cast<int>(plan.tiles.size())});
   }
 }
@@ -65,27 +70,33 @@ class Panel {
  public:
   Panel(const Kernels& kernels, const LinearCall& call, int first_row, int num_rows)
       : kernels_(kernels), call_(call), layout_(call.weights->layout) {
-    make_plan(call, first_row, num_rows, plan_);
-    tile_bytes_ = (tile_bytes(layout_, kMaxTile) + 63) / 64 * 64;
+    const bool dense = layout_.form == Form::dense;
+    const Cut cut = dense ? Cut{kernels.dense_tile, kernels.dense_width} : Cut{kAffineTile, 1};
+    make_plan(call, cut, first_row, num_rows, plan_);
+    int most = 0;
+    for (const Tile& t : plan_.tiles) most = std::max(most, t.count);
+    tile_bytes_ = (tile_bytes(layout_, most) + 63) / 64 * 64;
     static thread_local Scratch scratch;  // the calling thread's; helpers only read it while it waits for them
     tiles_ = scratch.take(tile_bytes_ * plan_.tiles.size());
+    // A thread takes the rows of a dense tile that share cache lines.
     std::vector<Place> places;
-    places.reserve(num_rows);
     for (size_t t = 0; t < plan_.tiles.size(); ++t)
-      for (int i = 0; i < plan_.tiles[t].count; ++i) places.push_back({static_cast<int>(t), i});
-    // The rows of a dense tile share cache lines, so a thread takes a whole tile.
-    const int chunk = layout_.form == Form::dense ? kMaxTile : 2;
-    Pool::instance().run(num_rows, chunk, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
-      for (int r = begin; r < end; ++r) prepare(places[r]);
+      for (int i = 0; i < plan_.tiles[t].count; i += cut.unit)
+        places.push_back({static_cast<int>(t), i, std::min(cut.unit, plan_.tiles[t].count - i)});
+    const int items = static_cast<int>(places.size());
+    Pool::instance().run(items, dense ? 1 : 2, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i)
+        for (int r = 0; r < places[i].count; ++r) prepare(places[i].tile, places[i].first + r);
     });
   }
 
   const Plan& plan() const { return plan_; }
 
-  // out[token][16]: block `index` of the group's expert times tile `t`.
-  void multiply(const Group& group, int index, int t, float* out) const {
-    const uint8_t* block = call_.weights->block(group.expert, index);
-    kernels_.block(layout_, block, tile(t), plan_.tiles[t].count, call_.planes, out);
+  // out[i][token][16]: `count` (1 or 2) blocks from `index` on of the group's expert, times tile `t`.
+  void multiply(const Group& group, int index, int count, int t, float* const* out) const {
+    const uint8_t* blocks[2];
+    for (int i = 0; i < count; ++i) blocks[i] = call_.weights->block(group.expert, index + i);
+    kernels_.multiply(layout_, blocks, count, tile(t), plan_.tiles[t].count, call_.planes, out);
   }
 
   double cost_us() const {  // 16 bytes or 60 products a nanosecond and thread, roughly
@@ -98,16 +109,16 @@ class Panel {
  private:
   uint8_t* tile(int t) const { return tiles_ + tile_bytes_ * t; }
 
-  // A row of a tile.
+  // Rows of a tile.
   struct Place {
-    int tile, row;
+    int tile, first, count;
   };
 
-  void prepare(Place at) const {
+  void prepare(int index, int row_of_tile) const {
     static thread_local Scratch scratch;
-    const Tile& t = plan_.tiles[at.tile];
+    const Tile& t = plan_.tiles[index];
     const int k = layout_.k;
-    const int32_t target = plan_.order[t.first + at.row];
+    const int32_t target = plan_.order[t.first + row_of_tile];
     const size_t source = call_.source != nullptr ? call_.source[target] : target;
     const float* values;
     if (call_.x_type == Scalar::f32 && call_.norm == nullptr) {
@@ -118,7 +129,7 @@ class Panel {
       kernels_.load(call_.x, source * k, call_.x_type, k, row);
       if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
     }
-    kernels_.prepare(layout_, values, at.row, t.count, call_.planes, tile(at.tile));
+    kernels_.prepare(layout_, values, row_of_tile, t.count, call_.planes, tile(index));
   }
 
   const Kernels& kernels_;
@@ -129,37 +140,85 @@ class Panel {
   uint8_t* tiles_;
 };
 
+// Bias of a block, or null.
+const float* bias_of(const LinearCall& c, int expert, int block) {
+  if (c.bias == nullptr) return nullptr;
+  return c.bias + static_cast<size_t>(expert) * c.weights->layout.rows + static_cast<size_t>(block) * kBlockRows;
+}
+
 void add_bias(const Kernels& k, const LinearCall& c, int expert, int block, int tokens, float* out) {
   k.round(out, tokens * kBlockRows, c.out_type);
-  if (c.bias == nullptr) return;
-  const Layout& l = c.weights->layout;
-  const int n = std::min(kBlockRows, l.rows - block * kBlockRows);
-  const float* bias = c.bias + static_cast<size_t>(expert) * l.rows + static_cast<size_t>(block) * kBlockRows;
+  const float* bias = bias_of(c, expert, block);
+  if (bias == nullptr) return;
+  const int n = std::min(kBlockRows, c.weights->layout.rows - block * kBlockRows);
   for (int m = 0; m < tokens; ++m) k.add(out + m * kBlockRows, bias, n);
   k.round(out, tokens * kBlockRows, c.out_type);
 }
 
-// One block (or gate-up pair of blocks) of one expert, for all its tiles.
-void block_column(const Kernels& k, const LinearCall& c, const Panel& panel, const Group& group, int column) {
-  alignas(64) float out[kMaxTile * kBlockRows], up[kMaxTile * kBlockRows];
-  const int width = c.gated ? c.weights->layout.rows / 2 : c.weights->layout.rows;
-  const int index = c.gated ? 2 * column : column;
-  const int n = std::min(kBlockRows, width - column * kBlockRows);
-  for (int t = group.begin; t < group.end; ++t) {
-    const Tile& tile = panel.plan().tiles[t];
-    panel.multiply(group, index, t, out);
-    add_bias(k, c, group.expert, index, tile.count, out);
-    if (c.gated) {
-      panel.multiply(group, index + 1, t, up);
-      add_bias(k, c, group.expert, index + 1, tile.count, up);
-      k.gate(c.gate, out, up, tile.count * kBlockRows, c.out_type, out);
+// Columns of 16 outputs [begin, end) of one expert, for all its tiles. A column is a block, or a gate-up pair of blocks.
+class Columns {
+ public:
+  Columns(const Kernels& kernels, const LinearCall& call, const Panel& panel, const Group& group)
+      : k_(kernels), c_(call), panel_(panel), group_(group),
+        width_(call.gated ? call.weights->layout.rows / 2 : call.weights->layout.rows) {}
+
+  void run(int begin, int end) {
+    const Layout& l = c_.weights->layout;
+    const bool dense = l.form == Form::dense;
+    // Dense weights come once from memory for all tiles, and a tile once for all these columns.
+    const size_t column_bytes = l.block_bytes * (c_.gated ? 2 : 1);
+    const int together = dense ? std::max(2, static_cast<int>(kCachedBytes / column_bytes)) : 1;
+    for (int from = begin; from < end; from += together) {
+      const int to = std::min(end, from + together);
+      for (int t = group_.begin; t < group_.end; ++t)
+        for (int column = from; column < to; column += 2)
+          if (c_.gated || !dense || column + 1 == to) {
+            for (int i = column; i < std::min(to, column + 2); ++i) one(i, t);
+          } else {
+            two(column, t);
+          }
     }
+  }
+
+ private:
+  static constexpr size_t kCachedBytes = size_t{192} << 10;  // of weights that stay in a second-level cache
+
+  void one(int column, int t) {
+    const int tokens = panel_.plan().tiles[t].count;
+    float* out[2] = {out_, second_};
+    if (!c_.gated) {
+      panel_.multiply(group_, column, 1, t, out);
+      return finish(out_, column, t, bias_of(c_, group_.expert, column));
+    }
+    panel_.multiply(group_, 2 * column, 2, t, out);
+    add_bias(k_, c_, group_.expert, 2 * column, tokens, out_);
+    add_bias(k_, c_, group_.expert, 2 * column + 1, tokens, second_);
+    k_.gate(c_.gate, out_, second_, tokens * kBlockRows, c_.out_type, out_);
+    finish(out_, column, t, nullptr);
+  }
+
+  void two(int column, int t) {
+    float* out[2] = {out_, second_};
+    panel_.multiply(group_, column, 2, t, out);
+    for (int i = 0; i < 2; ++i) finish(out[i], column + i, t, bias_of(c_, group_.expert, column + i));
+  }
+
+  void finish(const float* values, int column, int t, const float* bias) {
+    const Tile& tile = panel_.plan().tiles[t];
     size_t at[kMaxTile];
     for (int m = 0; m < tile.count; ++m)
-      at[m] = static_cast<size_t>(panel.plan().order[tile.first + m]) * width + column * kBlockRows;
-    k.finish(out, tile.count, n, c.residual, c.out_type, at, c.out);
+      at[m] = static_cast<size_t>(panel_.plan().order[tile.first + m]) * width_ + column * kBlockRows;
+    const int n = std::min(kBlockRows, width_ - column * kBlockRows);
+    k_.finish(values, tile.count, n, {c_.out_type, bias, c_.activated, c_.gate, c_.residual}, at, c_.out);
   }
-}
+
+  const Kernels& k_;
+  const LinearCall& c_;
+  const Panel& panel_;
+  const Group& group_;
+  const int width_;
+  alignas(64) float out_[kMaxTile * kBlockRows], second_[kMaxTile * kBlockRows];
+};
 
 int chunk_for(int items) { return std::max(1, items / (Pool::instance().threads() * 6)); }
 
@@ -193,7 +252,11 @@ void linear(const Kernels& kernels, const LinearCall& call) {
     Panel panel(kernels, call, first, std::min(step, call.num_rows - first));
     const int items = static_cast<int>(panel.plan().groups.size()) * columns;
     Pool::instance().run(items, chunk_for(items), panel.cost_us(), [&](int begin, int end) {
-      for (int i = begin; i < end; ++i) block_column(kernels, call, panel, panel.plan().groups[i / columns], i % columns);
+      for (int i = begin, next; i < end; i = next) {
+        next = std::min(end, (i / columns + 1) * columns);
+        const int first = i % columns;
+        Columns(kernels, call, panel, panel.plan().groups[i / columns]).run(first, first + next - i);
+      }
     });
   }
 }
@@ -208,10 +271,11 @@ void linear_top(const Kernels& kernels, const LinearCall& call, int count, float
     Pool::instance().run(l.blocks, chunk_for(l.blocks), panel.cost_us(), [&](int begin, int end) {
       std::vector<std::vector<Candidate>> mine(panel.plan().order.size());
       alignas(64) float out[kMaxTile * kBlockRows];
+      float* const to[1] = {out};
       for (int b = begin; b < end; ++b)
         for (int t = group.begin; t < group.end; ++t) {
           const Tile& tile = panel.plan().tiles[t];
-          panel.multiply(group, b, t, out);
+          panel.multiply(group, b, 1, t, to);
           kernels.round(out, tile.count * kBlockRows, call.out_type);
           const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
           for (int m = 0; m < tile.count; ++m)
@@ -240,10 +304,11 @@ void linear_highest(const Kernels& kernels, const LinearCall& call, float* value
     Pool::instance().run(l.blocks, chunk_for(l.blocks), panel.cost_us(), [&](int begin, int end) {
       std::vector<Candidate> mine(best.size(), {-INFINITY, INT32_MAX});
       alignas(64) float out[kMaxTile * kBlockRows];
+      float* const to[1] = {out};
       for (int b = begin; b < end; ++b)
         for (int t = group.begin; t < group.end; ++t) {
           const Tile& tile = panel.plan().tiles[t];
-          panel.multiply(group, b, t, out);
+          panel.multiply(group, b, 1, t, to);
           kernels.round(out, tile.count * kBlockRows, call.out_type);
           const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
           for (int m = 0; m < tile.count; ++m) offer_block(kernels, mine[tile.first + m], out + m * kBlockRows, b, n);

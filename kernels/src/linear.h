@@ -26,6 +26,7 @@ struct LinearCall {
   // Epilogue, in this order. Each step rounds to `out_type`, as the separate operations would.
   const float* bias = nullptr;  // [experts, rows]
   bool gated = false;           // blocks alternate gate and up; the output is gate(g) * u, half as wide
+  bool activated = false;       // gate() of every output, of weights that are not gated
   Gate gate = Gate::silu;
   const void* residual = nullptr;  // [num_rows, width], out_type; may be `out`
 

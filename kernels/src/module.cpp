@@ -139,6 +139,22 @@ void bind_layer(nb::module_& m) {
       "block"_a = 0);
 }
 
+void bind_encoder(nb::module_& m) {
+  nb::class_<EncoderSpec>(m, "EncoderLayer");
+  m.def(
+      "make_encoder_layer",
+      [](Weights qkv, Weights out, Weights up, Weights down, array attention_norm, array norm, float eps, int heads,
+         float scale, std::string activation, Optional qkv_bias, Optional out_bias, Optional up_bias, Optional down_bias,
+         Optional attention_norm_bias, Optional norm_bias) {
+        return make_encoder_layer({qkv, out, up, down, qkv_bias, out_bias, up_bias, down_bias, attention_norm,
+                                   attention_norm_bias, norm, norm_bias, eps, heads, scale, activation});
+      },
+      nb::kw_only(), "qkv"_a, "out"_a, "up"_a, "down"_a, "attention_norm"_a, "norm"_a, "eps"_a, "heads"_a, "scale"_a,
+      "activation"_a, "qkv_bias"_a = nb::none(), "out_bias"_a = nb::none(), "up_bias"_a = nb::none(),
+      "down_bias"_a = nb::none(), "attention_norm_bias"_a = nb::none(), "norm_bias"_a = nb::none());
+  m.def("encoder_layer", &encoder_layer, "x"_a, "layer"_a, "lengths"_a = nb::none());
+}
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
@@ -150,6 +166,7 @@ NB_MODULE(_ext, m) {
   bind_scans(m);
   bind_draw(m);
   bind_layer(m);
+  bind_encoder(m);
   m.def("select_kernels", [](const std::string& name) { return std::string(select_kernels(name)); }, "name"_a = "");
   m.def("runnable_kernels", [] {
     const auto names = runnable_kernels();

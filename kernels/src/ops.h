@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "mlx/mlx.h"
+#include "encoder.h"
 #include "kernels.h"
 #include "layer.h"
 
@@ -142,7 +143,21 @@ struct LayerOptions {
 std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
                           const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& options);
 
+// ---- ops_encoder.cpp
+struct EncoderParts {
+  Weights qkv, out, up, down;
+  Optional qkv_bias, out_bias, up_bias, down_bias, attention_norm, attention_norm_bias, norm, norm_bias;
+  float eps;
+  int heads;
+  float scale;
+  std::string activation;
+};
+std::shared_ptr<EncoderSpec> make_encoder_layer(const EncoderParts& parts);
+// x [B, T, hidden] -> like x. lengths int32 [B]: a row's tokens come first, and what lies behind them means nothing.
+array encoder_layer(const array& x, const std::shared_ptr<EncoderSpec>& spec, const Optional& lengths);
+
 // Shared by the operations.
+std::vector<float> floats_of(const Optional& a);
 Gate gate_of(const std::string& name);
 // Checks a table int32 [batch, blocks] and the size of its blocks, a power of two from 16 on: log2 of it.
 int block_shift(const array& table, int block, int batch, const char* what);

@@ -113,14 +113,14 @@ void check_buffers(const LayerSpec& spec, const std::vector<array>& buffers, int
   *lead = keys.shape();
 }
 
+}  // namespace
+
 std::vector<float> floats_of(const Optional& a) {
   if (!a) return {};
   array f = mx::contiguous(as_floats(*a), false, cpu_stream());
   f.eval();
   return {f.data<float>(), f.data<float>() + f.size()};
 }
-
-}  // namespace
 
 std::shared_ptr<LayerSpec> make_layer(const LayerParts& p) {
   auto s = std::make_shared<LayerSpec>();

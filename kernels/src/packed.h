@@ -26,7 +26,8 @@ namespace mantou {
 constexpr int kBlockRows = 16;
 constexpr int kUnit = 32;           // values of k that share one activation scale
 constexpr int kMaxK = 1 << 20;      // longest input row
-constexpr int kMaxTile = 16;        // tokens a kernel takes at once
+constexpr int kAffineTile = 16;     // tokens an affine kernel takes at once
+constexpr int kMaxTile = 48;        // and at most a dense one (Kernels::dense_tile)
 
 enum class Form : uint8_t { affine, dense };
 

@@ -70,20 +70,6 @@ MANTOU_INLINE void store_as(void* p, size_t at, Scalar s, Vf x) {
   s == Scalar::bf16 ? store_bf16(h, x) : store_f16(h, x);
 }
 
-static void finish_tile(const float* x, int tokens, int n, const void* residual, Scalar s, const size_t* at, void* out) {
-  for (int m = 0; m < tokens; ++m) {
-    Vf v = load(x + m * kLanes);
-    if (residual != nullptr) v = rounded(add(v, load_as_part(residual, at[m], s, n)), s);
-    if (n == kLanes) {
-      store_as(out, at[m], s, v);
-    } else {
-      alignas(64) float part[kLanes];
-      store(part, v);
-      store_row(part, n, s, out, at[m]);
-    }
-  }
-}
-
 // Sum of f(k, lanes) in four chains: the order depends on n alone.
 template <class F>
 MANTOU_INLINE float sum_row(int n, F&& f) {
@@ -165,18 +151,38 @@ MANTOU_INLINE Vf gelu_erf(Vf x) {
   return sub(max(x, zero()), mul(mul(set1(0.5f), size), erfc));
 }
 
+MANTOU_INLINE Vf activated(Gate kind, Vf x, Scalar round) {
+  switch (kind) {
+    case Gate::silu: return rounded(mul(x, rounded(sigmoid(x, round), round)), round);
+    case Gate::gelu_tanh: return rounded(gelu_tanh(x), round);
+    default: return rounded(gelu_erf(x), round);
+  }
+}
+
 static void gate_row(Gate kind, const float* gate, const float* up, int n, Scalar round, float* y) {
   each_vector(n, [&](int k, int lanes) {
-    const Vf g = load_n(gate + k, lanes);
-    Vf a;
-    switch (kind) {
-      case Gate::silu: a = rounded(mul(g, rounded(sigmoid(g, round), round)), round); break;
-      case Gate::gelu_tanh: a = rounded(gelu_tanh(g), round); break;
-      default: a = rounded(gelu_erf(g), round);
-    }
+    Vf a = activated(kind, load_n(gate + k, lanes), round);
     if (up != nullptr) a = rounded(mul(a, load_n(up + k, lanes)), round);
     store_n(y + k, a, lanes);
   });
+}
+
+static void finish_tile(const float* x, int tokens, int n, const Finish& how, const size_t* at, void* out) {
+  const Scalar s = how.type;
+  const Vf bias = how.bias != nullptr ? load_n(how.bias, n) : zero();
+  for (int m = 0; m < tokens; ++m) {
+    Vf v = rounded(load(x + m * kLanes), s);
+    if (how.bias != nullptr) v = rounded(add(v, bias), s);
+    if (how.activated) v = activated(how.activation, v, s);
+    if (how.residual != nullptr) v = rounded(add(v, load_as_part(how.residual, at[m], s, n)), s);
+    if (n == kLanes) {
+      store_as(out, at[m], s, v);
+    } else {
+      alignas(64) float part[kLanes];
+      store(part, v);
+      store_row(part, n, s, out, at[m]);
+    }
+  }
 }
 
 // (a, b) -> (a cos - b sin, a sin + b cos), without fused multiply-add: the bits of plain MLX.

@@ -29,7 +29,7 @@ def test_linear_across_rows(isa: str, bits: int, planes: int) -> None:
     alone = mx.concatenate(
         [kernels.linear(x[i : i + 1], packed, norm=norm, planes=planes) for i in range(70)]
     )
-    for m in (2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 17, 31, 33, 70):
+    for m in (2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 31, 33, 48, 49, 70):
         assert same(kernels.linear(x[:m], packed, norm=norm, planes=planes), alone[:m]), m
 
 

@@ -80,6 +80,7 @@ class CpuOps:
     def install(self, model: Any) -> Sequence[str]:
         """Packs the weights module by module, dropping each original: the peak is one module above the model."""
         from mantou.models.ops import fast
+        from mantou.models.ops.encoder_layers import fuse_encoder_layers
         from mantou.models.ops.extension import kernels
 
         fast.patch_mx_fast()
@@ -87,6 +88,7 @@ class CpuOps:
         num_fused = self._fuse(model)
         _replace_gelu(model)
         left = [path for path, parent, key in _weighted(model) if not self._replace(parent, key)]
+        num_fused += fuse_encoder_layers(model)
         mode = "" if self._planes == 2 else ", 8-bit activations"
         fused = f", {num_fused} fused layers" if num_fused else ""
         notes = [f"CPU kernels: {kernels.select_kernels()}, {kernels.threads()} threads{fused}{mode}"]

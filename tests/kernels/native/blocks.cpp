@@ -84,6 +84,11 @@ float product(const Matrix& m, int row, const std::vector<Quantised>& x) {
   return acc;
 }
 
+void multiply(const Kernels& f, const Packed& matrix, const uint8_t* tile, int tokens, int planes, float* out) {
+  const uint8_t* block = matrix.block(0, 0);
+  f.multiply(matrix.layout, &block, 1, tile, tokens, planes, &out);
+}
+
 void check_products(const Kernels& f, int bits, int group, bool centred) {
   const int rows = 16, k = 384;
   const Matrix m(rows, k, bits, group, centred);
@@ -91,8 +96,8 @@ void check_products(const Kernels& f, int bits, int group, bool centred) {
   fill(*packed, {m.stream.data(), reinterpret_cast<const uint8_t*>(m.scales.data()),
                  reinterpret_cast<const uint8_t*>(m.biases.data())});
   for (int planes : {1, 2})
-    for (int tokens = 1; tokens <= kMaxTile; ++tokens) {
-      std::vector<uint8_t> memory(tile_bytes(packed->layout, kMaxTile) + 64);
+    for (int tokens = 1; tokens <= kAffineTile; ++tokens) {
+      std::vector<uint8_t> memory(tile_bytes(packed->layout, kAffineTile) + 64);
       uint8_t* tile = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
       std::vector<std::vector<Quantised>> x(tokens);
       for (int t = 0; t < tokens; ++t) {
@@ -103,8 +108,8 @@ void check_products(const Kernels& f, int bits, int group, bool centred) {
         for (int u = 0; u < k / kUnit; ++u) x[t].push_back(quantised(row.data() + u * kUnit, planes));
         f.prepare(packed->layout, row.data(), t, tokens, planes, tile);
       }
-      alignas(64) float out[kMaxTile * kBlockRows];
-      f.block(packed->layout, packed->block(0, 0), tile, tokens, planes, out);
+      alignas(64) float out[kAffineTile * kBlockRows];
+      multiply(f, *packed, tile, tokens, planes, out);
       for (int t = 0; t < tokens; ++t)
         for (int r = 0; r < rows; ++r) {
           const float want = product(m, r, x[t]);
@@ -122,14 +127,14 @@ void check_dense(const Kernels& f, int k) {
   for (float& v : w) v = normal();
   auto packed = reserve(dense_layout(1, kBlockRows, k, Scalar::f32));
   fill(*packed, {reinterpret_cast<const uint8_t*>(w.data()), nullptr, nullptr});
-  for (int tokens = 1; tokens <= kMaxTile; ++tokens) {
+  for (int tokens = 1; tokens <= f.dense_tile; ++tokens) {
     std::vector<uint8_t> memory(tile_bytes(packed->layout, kMaxTile) + 64);
     uint8_t* tile = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
     std::vector<float> x(static_cast<size_t>(tokens) * k);
     for (float& v : x) v = normal();
     for (int t = 0; t < tokens; ++t) f.prepare(packed->layout, x.data() + static_cast<size_t>(t) * k, t, tokens, 2, tile);
     alignas(64) float out[kMaxTile * kBlockRows];
-    f.block(packed->layout, packed->block(0, 0), tile, tokens, 2, out);
+    multiply(f, *packed, tile, tokens, 2, out);
     for (int t = 0; t < tokens; ++t)
       for (int r = 0; r < kBlockRows; ++r) {
         double want = 0;

@@ -10,9 +10,14 @@ namespace {
 
 #include "affine.inl"
 
-void block(const Layout&, const uint8_t*, const uint8_t*, int, int, float*) { std::abort(); }
+void affine(const Layout&, const uint8_t*, const uint8_t*, int, int, float*) { std::abort(); }
 
 #include "amx.inl"
+
+void multiply(const Layout& l, const uint8_t* const* blocks, int count, const uint8_t* tile, int tokens, int planes,
+              float* const* out) {
+  for (int i = 0; i < count; ++i) amx_block(l, blocks[i], tile, tokens, planes, out[i]);
+}
 
 }  // namespace
 }  // namespace mantou::MANTOU_ISA
@@ -24,7 +29,7 @@ const Kernels kernels_emulated = [] {
   Kernels table{};
   table.name = "AMX, emulated";
   table.prepare = MANTOU_ISA::prepare_affine;
-  table.block = MANTOU_ISA::amx_block;
+  table.multiply = MANTOU_ISA::multiply;
   return table;
 }();
 
