@@ -64,6 +64,8 @@ def install(module: Any, places: Sequence[int]) -> Taps:
                 "choose the head that was trained for this model."
             )
         container, index = holder
+        if (link := getattr(layers[place], "link", None)) is not None:
+            link(False)  # a fused layer that waits for the next one gives no array
         container[index] = TappedLayer(layers[place], taps, place)
     return taps
 
