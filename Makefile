@@ -68,6 +68,7 @@ serve: $(SERVE) ## Serve the starter model (or MODEL=...) on 127.0.0.1:8080 (or 
 test: check sanitize parity e2e ## Everything that CI runs
 
 check: lint types contracts size docs-check try-kernels ## Style, types, contracts, sizes, generated docs, unit + compose + api tests
+	@# On their own: a failed operation leaks a task count in MLX, which can stop later ones, and these provoke failures.
 	$(PYTEST) -n $(WORKERS) $(wildcard tests/kernels)
 	$(PYTEST) -n $(WORKERS) tests/unit tests/compose tests/api
 

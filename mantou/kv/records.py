@@ -8,6 +8,7 @@ A graph that does anything else with what it fetched computes with the unpacked 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ def place_of(geometry: Geometry, span: int, ring: int) -> Place:
     return geometry.places[key]
 
 
-class RecordCodec:
+class RecordCodec(ABC):
     """A codec of both keys and values: one part, which holds records. The values' codec beside it stores nothing."""
 
     raw = False
@@ -53,22 +54,25 @@ class RecordCodec:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    @abstractmethod
     def pack_both(self, keys: mx.array, values: mx.array) -> mx.array:
         """[B, H, T, D] twice -> records uint32[B, H, T, words]."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def fetch(self, records: mx.array, place: Place, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Keys and values [B, H, span, D] of a layer's buffer, lazily, and remembers where they come from."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def attend(
         self, records: mx.array, place: Place, q: mx.array, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array | None:
         """Attention over a layer's buffer; None where only the unpacked values will do."""
-        raise NotImplementedError
+        ...
 
-    def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def bytes_per_token(self, num_heads: int, head_dim: int, itemsize: int) -> float: ...
 
     def check(self, head_dim: int) -> None:
         pass  # the codecs that the records stand for were checked

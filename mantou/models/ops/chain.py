@@ -64,7 +64,7 @@ class Chain:
                     group = _Group(group.run())
                 group.add(one, loan)
             return group.run()
-        except Exception:
+        except Exception:  # whatever it is: the buffers on loan go back, and it goes on to whoever asked
             group.abandon()
             raise
 
