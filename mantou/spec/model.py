@@ -10,34 +10,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
-from mantou.data import Draft, DraftAsk, Request, Sampling
+from mantou.data import Draft, DraftAsk, Request
 from mantou.kv.batch import RowView
 from mantou.models.runner import Runner
 from mantou.protocols import CacheKey, Group, PrefixStore, Ticket
+from mantou.spec.chained import ChainDraft, DraftSampler
 from mantou.spec.cost import StepCosts
-from mantou.spec.none import NoDraft
 from mantou.spec.slots import leave_slot, take_slot
 
 _CATCH_UP = 32  # a row that lacks more tokens than this takes them as a prompt, in a step of its own
 _READ_BACK = 64  # steps over which reading a prompt has to pay
 _CHANCE = 0.7  # that a guess is right, before any was seen
-_RATE = 0.2  # how fast the measured cost of a draft follows
-
-
-class DraftSampler(Protocol):
-    """How a draft draws; the target's own sampler is one, because it knows how its drafts are verified."""
-
-    def prepare(self, rows: Sequence[Sampling | None]) -> Any: ...
-    def propose(
-        self, logits: mx.array, params: Any, positions: Sequence[Sequence[int]]
-    ) -> tuple[mx.array, mx.array | None]:
-        """Tokens int32[B, T], and what they were drawn from [B, T, V] if whoever verifies them asks for it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -51,8 +39,8 @@ class _Row:
     asked: Sequence[int] = ()  # the tokens that it is for
 
 
-class ModelDraft(NoDraft):
-    """The provider. `key` names the numbers in its KV, which it keeps in the same prefix store as the target's."""
+class ModelDraft(ChainDraft):
+    """The provider."""
 
     def __init__(
         self,
@@ -65,22 +53,12 @@ class ModelDraft(NoDraft):
         num_tokens: int = 4,
         vocab_size: int,
     ) -> None:
+        super().__init__(sampler, store, key, costs, num_tokens)
         self.runner = runner
-        self._sampler = sampler
-        self._store = store
-        self._key = key
-        self._costs = costs
-        self._num_tokens = num_tokens
         self._vocab_size = vocab_size
         self._rows: dict[str, _Row] = {}
-        self._prepared: tuple[tuple[str, ...], Any] = ((), None)
-        self._scale = 1.0  # measured time of a draft / what the costs say
 
     # ------------------------------------------------------------------ what the engine asks
-    def width(self, request: Request, tokens: Sequence[int]) -> int:
-        asked = request.speculation.num_draft_tokens
-        return self._num_tokens if asked is None else asked
-
     def cost_s(self, request: Request, num_rows: int, width: int) -> float:
         """A row whose prompt was not read yet pays for that over its next steps."""
         if not width:
@@ -88,8 +66,7 @@ class ModelDraft(NoDraft):
         row = self._rows.get(request.id)
         behind = 0 if row is not None and row.held else len(request.prompt)
         reading = behind * self._costs.seconds(1, 16) / 16 / _READ_BACK
-        first = self._costs.seconds(num_rows, 2)  # what was taken last, and the draw after it
-        return reading + self._scale * (first + (width - 1) * self._costs.seconds(num_rows, 1))
+        return reading + super().cost_s(request, num_rows, width)
 
     def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
         ready: list[tuple[_Row, DraftAsk]] = []
@@ -194,9 +171,7 @@ class ModelDraft(NoDraft):
         found: dict[str, Draft] = {}
         for part in self._alike(ready):
             found |= self._chain(part)
-        expected = self.cost_s(ready[0][1].request, len(ready), max(ask.paid for _, ask in ready))
-        seen = (time.perf_counter() - started) / expected * self._scale
-        self._scale += _RATE * (min(max(seen, self._scale / 4), self._scale * 4) - self._scale)
+        self._learn_cost([ask for _, ask in ready], started)
         return [found[row.request.id] for row, _ in ready]
 
     def _alike(self, ready: Sequence[tuple[_Row, DraftAsk]]) -> list[list[tuple[_Row, DraftAsk]]]:
@@ -215,7 +190,7 @@ class ModelDraft(NoDraft):
         counts = tuple(len(tokens) for tokens in fed)
         group = Group(lo, max(counts), counts)
         wanted: list[list[int]] | None = [[max(n - 1, 0)] for n in counts]
-        params = self._params(by_slot)
+        params = self._params([one and one[1] for one in by_slot])
         draws: list[mx.array] = []
         sources: list[mx.array] = []
         mark: Any = None
@@ -252,23 +227,3 @@ class ModelDraft(NoDraft):
         """Up to the first token that the target's vocabulary lacks."""
         unknown = (i for i, token in enumerate(guess) if token >= self._vocab_size)
         return list(guess[: next(unknown, len(guess))])
-
-    def _params(self, by_slot: Sequence[tuple[_Row, DraftAsk] | None]) -> Any:
-        ids = tuple(one[0].request.id if one else "" for one in by_slot)
-        if self._prepared[0] != ids:
-            wishes = [_plain(one[0].request.sampling) if one else None for one in by_slot]
-            self._prepared = (ids, self._sampler.prepare(wishes))
-        return self._prepared[1]
-
-
-def _plain(sampling: Sampling) -> Sampling:
-    """Without what needs the host between two draws, and without log-probabilities."""
-    return replace(
-        sampling,
-        repetition_penalty=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        logit_bias=(),
-        logprobs=False,
-        top_logprobs=0,
-    )

@@ -22,17 +22,16 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from mantou.data import Draft, DraftAsk, Request, Sampling
+from mantou.data import Draft, DraftAsk, Request
 from mantou.kv.batch import KVBatch, RowView
 from mantou.kv.pieces import Stack, State
 from mantou.protocols import CacheKey, Forwarded, Group, PrefixStore, Ticket
+from mantou.spec.chained import ChainDraft, DraftSampler
 from mantou.spec.cost import StepCosts
-from mantou.spec.none import NoDraft
 from mantou.spec.slots import leave_slot, take_slot
 
 _WIDE = 16  # a row with more pairs to feed than this feeds them alone, so that others are not padded to it
 _BEHIND = 64  # pairs after which a row that is not asked feeds them
-_RATE = 0.2  # how fast the measured cost of a draft follows
 _GAP = 8  # missing pairs that are made up
 _LEAST_CHANCE = 0.05
 
@@ -57,15 +56,6 @@ class HeadGraph(Protocol):
     def logits(self, features: mx.array) -> mx.array:
         """[B, T, D] -> [B, T, N]."""
         ...
-
-
-class DraftSampler(Protocol):
-    """How sampled rows draw their guesses; see spec.model."""
-
-    def prepare(self, rows: Sequence[Sampling | None]) -> Any: ...
-    def propose(
-        self, logits: mx.array, params: Any, positions: Sequence[Sequence[int]]
-    ) -> tuple[mx.array, mx.array | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +88,8 @@ class _Row:
         return self.base + self.num_true + self.num_waiting
 
 
-class HeadDraft(NoDraft):
-    """The provider. `key` names the numbers in its KV."""
+class HeadDraft(ChainDraft):
+    """The provider."""
 
     wants_hidden = True
 
@@ -113,29 +103,11 @@ class HeadDraft(NoDraft):
         *,
         num_tokens: int = 4,
     ) -> None:
+        super().__init__(sampler, store, key, costs, num_tokens)
         self.graph = graph
-        self._sampler = sampler
-        self._store = store
-        self._key = key
-        self._costs = costs
-        self._num_tokens = num_tokens
         self._rows: dict[str, _Row] = {}
-        self._prepared: tuple[tuple[str, ...], Any] = ((), None)
-        self._scale = 1.0  # measured time of a draft / what the costs say
 
     # ------------------------------------------------------------------ what the engine asks
-    def width(self, request: Request, tokens: Sequence[int]) -> int:
-        asked = request.speculation.num_draft_tokens
-        return self._num_tokens if asked is None else asked
-
-    def cost_s(self, request: Request, num_rows: int, width: int) -> float:
-        return self._scale * self._plain_cost(num_rows, width)
-
-    def _plain_cost(self, num_rows: int, width: int) -> float:
-        if not width:
-            return 0.0
-        return self._costs.seconds(num_rows, 2) + (width - 1) * self._costs.seconds(num_rows, 1)
-
     def absorb(self, forwarded: Forwarded) -> None:
         for i, request in enumerate(forwarded.requests):
             if request is None or not forwarded.kept[i] or not self.width(request, ()):
@@ -257,9 +229,7 @@ class HeadDraft(NoDraft):
     def _drafts(self, ready: Sequence[tuple[_Row, DraftAsk]]) -> Mapping[str, Draft]:
         started = time.perf_counter()
         found = self._chain(ready)
-        expected = self._plain_cost(len(ready), max(ask.paid for _, ask in ready))
-        seen = (time.perf_counter() - started) / expected
-        self._scale += _RATE * (min(max(seen, self._scale / 4), self._scale * 4) - self._scale)
+        self._learn_cost([ask for _, ask in ready], started)
         return found
 
     def _chain(self, ready: Sequence[tuple[_Row, DraftAsk]]) -> dict[str, Draft]:
@@ -328,7 +298,8 @@ class HeadDraft(NoDraft):
             everything[..., ids] = logits.astype(mx.float32)
             logits = everything
         positions = [[len(one[1].tokens) + step] if one else [0] for one in by_slot]
-        return self._sampler.propose(logits, self._params(by_slot), positions)
+        params = self._params([one and one[1] for one in by_slot])
+        return self._sampler.propose(logits, params, positions)
 
     def _draft(
         self, ask: DraftAsk, guess: list[int], chances: list[float], sources: mx.array | None, index: int
@@ -342,13 +313,6 @@ class HeadDraft(NoDraft):
             max(chance, _LEAST_CHANCE),
             chances=None if sources is None else sources[index],
         )
-
-    def _params(self, by_slot: Sequence[tuple[_Row, DraftAsk] | None]) -> Any:
-        ids = tuple(one[0].request.id if one else "" for one in by_slot)
-        if self._prepared[0] != ids:
-            wishes = [_plain(one[0].request.sampling) if one else None for one in by_slot]
-            self._prepared = (ids, self._sampler.prepare(wishes))
-        return self._prepared[1]
 
 
 class _Pairs(RowView):
@@ -385,16 +349,3 @@ def _first_pairs(by_slot: Sequence[tuple[_Row, DraftAsk] | None], width: int) ->
 
 def _padded(hidden: mx.array, width: int) -> mx.array:
     return mx.pad(hidden, [(0, 0), (0, width - hidden.shape[1]), (0, 0)])
-
-
-def _plain(sampling: Sampling) -> Sampling:
-    """Without what needs the host between two draws, and without log-probabilities."""
-    return replace(
-        sampling,
-        repetition_penalty=0.0,
-        presence_penalty=0.0,
-        frequency_penalty=0.0,
-        logit_bias=(),
-        logprobs=False,
-        top_logprobs=0,
-    )
