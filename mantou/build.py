@@ -142,6 +142,7 @@ def load_step(
     from mantou.engine.scheduler import FairScheduler
     from mantou.engine.shapes import Shapes
     from mantou.engine.step import Step
+    from mantou.kv.blocks import PAGEABLE
     from mantou.kv.codecs import InRecords, make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
@@ -156,8 +157,9 @@ def load_step(
     loaded = load(folder, dtype=config.dtype)
     ops = device_ops(device.kind, threads=config.threads, activations=config.cpu_activations)
     block, why = choose_paging(config, ops.reads_blocks)
-    if block is None:  # a record is read in place where its row lies, and blocks are fetched
-        scheme = InRecords(scheme, ops.records)
+    scheme = InRecords(
+        scheme, ops.records, fetched=PAGEABLE if block else ()
+    )  # kernels know no blocks of records
     plan = scheme.plan(loaded.shapes)
     op_notes = ops.install(loaded.module)
     notes = (*loaded.notes, *op_notes, *(template.notes if template else ()))

@@ -50,9 +50,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes | None:
     if vanishing and (composes or not any(split["type"] == "ByteLevel" for split in splits)):
         return None
     pieces = (*model["vocab"], *(token["content"] for token in state["added_tokens"]))
-    longest = max(
-        len(piece.encode()) for piece in pieces
-    )  # a piece is spelled in at least as many bytes as its text
+    longest = max(len(piece.encode()) for piece in pieces)  # spelled in at least as many bytes as its text
     return TokenBytes(longest * (_COMPOSED if composes else 1), vanishing)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -114,10 +114,12 @@ class Delayed:
 
 @dataclass(frozen=True, slots=True)
 class InRecords:
-    """Another scheme, with the bits of a cache where a device's kernels read them. `make` says which they can."""
+    """Another scheme, with the bits of a cache where a device's kernels read them. `make` says which they can; layouts
+    in `fetched` are brought to attention in another way."""
 
     scheme: KVScheme
     make: Callable[[LayerShape, LayerCodec], RecordCodec | None]
+    fetched: Collection[str] = ()
 
     @property
     def name(self) -> str:
@@ -129,7 +131,8 @@ class InRecords:
         return replace(plan, codecs=tuple(self._codec(shape, codec) for shape, codec in pairs))
 
     def _codec(self, shape: LayerShape, codec: LayerCodec) -> LayerCodec:
-        records = self.make(shape, codec) if shape.has_columns else None
+        read = shape.has_columns and shape.layout not in self.fetched
+        records = self.make(shape, codec) if read else None
         return codec if records is None else LayerCodec(records, Nothing(), label=records.name)
 
 

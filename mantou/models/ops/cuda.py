@@ -16,6 +16,7 @@ from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import LayerShape
 from mantou.models.ops.in_place import InPlace
+from mantou.models.ops.plain import PlainOps
 from mantou.models.ops.records import cuda_kernels
 from mantou.models.ops.stack import stands
 
@@ -79,11 +80,11 @@ class FoldedAttention:
         return self._bias
 
 
-class CudaOps:
+class CudaOps(PlainOps):
     name = "cuda"
-    reads_blocks = False
 
     def __init__(self) -> None:
+        super().__init__()
         self._attention = InPlace(cuda_kernels)
 
     def install(self, model: Any) -> Sequence[str]:
@@ -99,22 +100,3 @@ class CudaOps:
 
     def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
         return self._attention.records(shape, codec)
-
-    def write_rows(
-        self,
-        buffer: Any,
-        rows: Any,
-        start: Any,
-        count: Any,
-        first_slot: int,
-        ring: int,
-        table: Any = None,
-        block: int = 0,
-    ) -> None:
-        return None
-
-    def read_blocks(self, q: Any, pools: Any, table: Any, block: int, span: int, **options: Any) -> None:
-        return None
-
-    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> None:
-        return None
