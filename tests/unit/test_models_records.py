@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mantou.kv import records as kv_records
+from mantou.kv.blocks import PAGEABLE
 from mantou.kv.codecs import InRecords, Nothing, make_scheme
 from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import FullRows, WindowRing
@@ -235,6 +236,14 @@ def test_caches_that_no_kernel_reads_keep_their_codec(
     made = InRecords(plain, InPlace(lambda: kernels).records)
     assert [c.name for c in made.plan([shape]).codecs] == [c.name for c in plain.plan([shape]).codecs]
     assert not isinstance(made.plan([shape]).codecs[0].keys, Records)
+
+
+def test_rings_keep_their_records_where_full_rows_are_in_blocks(kernels: RecordKernels) -> None:
+    shapes = [LayerShape(i, layout, (2, 64), (2, 64), 2) for i, layout in enumerate(("full", "window"))]
+    made = InRecords(make_scheme("8"), InPlace(lambda: kernels).records, fetched=PAGEABLE)
+    full, window = made.plan(shapes).codecs
+    assert not isinstance(full.keys, Records)
+    assert isinstance(window.keys, Records)
 
 
 # ------------------------------------------------------------------ with a model
