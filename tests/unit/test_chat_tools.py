@@ -189,6 +189,17 @@ NAMED_TEXTS = st.sampled_from(sorted({case.form for case in CASES})).flatmap(
 @example(
     ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [1, }</tool_call> so'), [5, 40], False, False
 )
+@example(  # a head that is too long, with an opener behind the limit
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>"
+        + "x" * 260
+        + "<|tool_call_begin|>now:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+    ),
+    [277],
+    False,
+    False,
+)
 def test_any_text(made: tuple[str, str], places: list[int], cut: bool, single: bool) -> None:
     name, text = made
     form = named(name, PLAIN)

@@ -123,15 +123,9 @@ class Reader:
                 return
 
     def run(self, pattern: re.Pattern[str], limit: int = NAME_LENGTH) -> Steps[str]:
-        """The whole run. Raises Malformed if it is longer than `limit`."""
+        """The whole run. Raises Malformed, behind `limit` characters of it, if it is longer."""
         parts: list[str] = []
-
-        def write(text: str) -> None:
-            parts.append(text)
-            if sum(map(len, parts)) > limit:
-                raise Malformed
-
-        yield from self.flow(pattern, write)
+        yield from self.flow(pattern, self._limited(parts.append, limit))
         return "".join(parts)
 
     def space(self) -> Steps[str]:
@@ -179,17 +173,12 @@ class Reader:
                 return ""
 
     def until(self, *ends: str, limit: int | None = None) -> Steps[tuple[str, str]]:
-        """(the text up to the first of `ends`, that end). Raises Malformed if the text is longer than `limit`."""
+        """(the text up to the first of `ends`, that end).
+
+        Raises Malformed, behind `limit` characters of the text, if it is longer.
+        """
         parts: list[str] = []
-        length = 0
-
-        def write(text: str) -> None:
-            nonlocal length
-            length += len(text)
-            if limit is not None and length > limit:
-                raise Malformed
-            parts.append(text)
-
+        write = parts.append if limit is None else self._limited(parts.append, limit)
         end = yield from self.pour(write, *ends)
         return "".join(parts), end
 
@@ -227,6 +216,22 @@ class Reader:
         for special, mark in self._marks.items():
             tag = tag.replace(special, mark)
         return tag
+
+    def _limited(self, write: Write, limit: int) -> Write:
+        """Raises Malformed where more than `limit` characters are consumed, and gives those beyond the limit back.
+
+        How many came at once must not decide what is consumed: an opener may stand among them.
+        """
+        last = self.position + limit
+
+        def limited(text: str) -> None:
+            excess = self.position - last
+            if excess > 0:
+                self._at -= excess
+                raise Malformed
+            write(text)
+
+        return limited
 
     def _give(self, end: int, write: Write) -> None:
         if end > self._at:
