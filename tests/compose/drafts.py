@@ -71,7 +71,7 @@ def make_provider(
     if kind == "ngram":
         return AdaptiveWidth(FirstOf(NGram(3, 8, 4, kind="echo"), NGram(1, 4, 5)), flat_costs())
     if kind == "model":
-        return model_draft(family, store)
+        return model_draft(family, store, num_tokens=2)  # each guess is a forward as large as the target's
     if kind == "eagle":
         return AdaptiveWidth(head_draft(kind, family, store, num_tokens=3), flat_costs())
     return NoDraft()

@@ -161,10 +161,10 @@ def test_a_head_that_is_asked_now_and_then_catches_up(kind: str) -> None:
     propose = provider.propose
 
     def seldom(asks: Sequence[DraftAsk]) -> Sequence[Draft]:
-        return propose([replace(ask, paid_width=3 * (len(ask.tokens) % 7 == 0)) for ask in asks])
+        return propose([replace(ask, paid_width=3 * (len(ask.tokens) % 5 == 0)) for ask in asks])
 
     provider.propose = seldom  # type: ignore[method-assign]
-    wanted = [Request("r0", prompts()[3], GREEDY, max_tokens=84), Request("r1", (5,), GREEDY, max_tokens=20)]
+    wanted = [Request("r0", prompts()[1], GREEDY, max_tokens=60), Request("r1", (5,), GREEDY, max_tokens=20)]
     outcome = run(Case("llama", rows=2, chunk=32, provider=provider), wanted)
     assert outcome.tokens == run(Case("llama"), wanted).tokens
     assert not provider.faults

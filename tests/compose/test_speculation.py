@@ -176,9 +176,10 @@ def test_a_draft_model_with_the_same_weights_is_always_right(family: str, temper
 
 
 def test_a_draft_model_of_another_family_helps_any_target() -> None:
-    wanted = requests(GREEDY)
+    wanted = requests(GREEDY, 12)[:4]
     for target, draft in (("mamba2", "llama"), ("llama", "qwen3_5"), ("gemma3_text", "mamba2")):
-        outcome = run(Case(target, rows=4, chunk=16, provider=model_draft(draft)), wanted, {"r3": 4})
+        provider = model_draft(draft, num_tokens=2)
+        outcome = run(Case(target, rows=3, chunk=16, provider=provider), wanted, {"r3": 4})
         assert outcome.tokens == run(Case(target), wanted).tokens
         assert outcome.step.counters.drafted_tokens > 20
 
