@@ -24,7 +24,7 @@ from tests.compose.harness import Case, Outcome, capabilities, model, requests, 
 from tests.fakes import NoisyOracle
 
 TABLE = Path(families.__file__).with_name("families.json")
-NUM_TOKENS = 14
+NUM_TOKENS = 10
 STAGGERED = {"r1": 1, "r2": 3, "r3": 5}
 
 
@@ -58,7 +58,6 @@ def difference(name: str) -> str | None:
     expected = {request.id: serial(name, request) for request in wanted}
     oracle = NoisyOracle(expected, 0.7, min(vocab, 97))
     cases = {
-        "one row": (Case(name), {}),
         "rows of different lengths": (Case(name, rows=3, chunk=16), STAGGERED),
         "idle rows, padding and drafts, in blocks": (
             Case(name, rows=3, bucketed=True, provider=oracle, block=16),

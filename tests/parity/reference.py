@@ -40,10 +40,13 @@ def greedy(model: Any, prompt: Sequence[int], cache: Any) -> tuple[list[int], np
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Everything that an answer depends on: releases, the model's files, the conversations."""
+    """Everything that an answer depends on: releases, the model's files, the conversations.
+
+    Not mantou's note of where and when the folder was made, which no two machines share.
+    """
     digest = hashlib.sha256(json.dumps([NUM_TOKENS, KV8, CONVERSATIONS]).encode())
     for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".jinja", ".safetensors", ".txt"):
+        if file.suffix in (".json", ".jinja", ".safetensors", ".txt") and file.name != "mantou.json":
             digest.update(file.name.encode() + hashlib.sha256(file.read_bytes()).digest())
     releases = {name: version(name) for name in ("mlx", "mlx-lm", "transformers")}
     return {**releases, "model and conversations": digest.hexdigest()}
