@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agents import traffic
-from tests.agents.families import FAMILIES
+from tests.agents.families import FAMILIES, write_folder
 from tests.agents.live import AGENTS, MODEL
 from tests.agents.sessions import WORD, session_of
 from tests.agents.traffic import Exchange, Outcome
@@ -31,6 +31,7 @@ RUNS = [
 @pytest.fixture(scope="module")
 def scripted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     home = tmp_path_factory.mktemp("agents")
+    write_folder(home / MODEL, request.param)  # here, where the starter's tokenizer is known already
     arguments = (home / MODEL, "--family", request.param)
     with serving(home, *arguments, module=("tests.agents.scripted_server",)) as server:
         yield server.ready()
