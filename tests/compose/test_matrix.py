@@ -23,6 +23,7 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_5", "mamba2")
 SCANS = ("mamba2",)
 RECURRENT = ("qwen3_5", "mamba2")
 ARRIVALS = {"r1": 2, "r2": 3, "r3": 9, "r4": 11, "r5": 11}
+NUM_TOKENS = 16  # rows still meet: the last one arrives before the first has said as many
 CONSTRAINED = (1, 3)  # of the six requests
 # One row takes one request after the other, which is slow: such a cell has every second wish, and its neighbour in the
 # list the other ones. Each half has one that is constrained.
@@ -86,7 +87,7 @@ def answers_of(outcome: Outcome) -> Answers:
 @cache
 def plain_run(family: str, sampler: str, codec: str, constraint: str, index: int) -> tuple[Answers, Answers]:
     """Request `index` in one row, no drafts, no store, whole prompts: both turns."""
-    first = [requests(wishes(sampler))[index]]
+    first = [requests(wishes(sampler), NUM_TOKENS)[index]]
     plain = Case(family, codec=codec, constraints=constraints(constraint))
     one = run(plain, first)
     return answers_of(one), answers_of(run(plain, second_turn(first, one.tokens)))
@@ -122,7 +123,7 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
 ) -> None:
     sampler, codec, constraint = cell["sampler"], cell["codec"], cell["constraint"]
     expected, expected_next = reference(family, sampler, codec, constraint, indices)
-    first = [requests(wishes(sampler))[i] for i in indices]
+    first = [requests(wishes(sampler), NUM_TOKENS)[i] for i in indices]
     answers = {**expected.tokens, **expected_next.tokens}
     store = make_store(cell["store"], family)
     case = Case(
@@ -159,7 +160,7 @@ def test_tokens_do_not_depend_on_neighbours_drafts_chunks_or_cache_hits(
 @pytest.mark.parametrize("codec", ["off", "8"])
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_rings_that_wrap_hold_the_same_window(family: str, codec: str, bucketed: bool) -> None:
-    first = requests(MIXED)
+    first = requests(MIXED, NUM_TOKENS)
     small = {"chunk": 16, "ring_slack": 16, "codec": codec}
     expected = answers_of(run(Case(family, **small), first))
     following = second_turn(first, expected.tokens)
@@ -180,7 +181,7 @@ def test_plain_run_equals_mlx_lm_with_its_own_cache(family: str) -> None:
 
     expected, _ = reference(family, "greedy", "off", "none")
     module = model(family).module
-    for request in requests(wishes("greedy")):
+    for request in requests(wishes("greedy"), NUM_TOKENS):
         caches = make_caches(module)
         logits = module(mx.array([request.prompt]), cache=list(caches))
         tokens = []

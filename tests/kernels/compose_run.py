@@ -37,7 +37,7 @@ def with_kernels(family: str) -> None:
 def cells(family: str, seed: int) -> tuple[int, int]:
     """(cells run, cells that differ from the plain single-row run with the same kernels)."""
     with_kernels(family)
-    wanted = requests(MIXED)
+    wanted = requests(MIXED, num_tokens=16)
     expected = {codec: run(Case(family, codec=codec), wanted).tokens for codec in AXES["codec"]}
     num_different = 0
     chosen = combinations(seed)
