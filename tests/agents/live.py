@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.agents import traffic
-from tests.agents.families import FAMILIES
+from tests.agents.families import FAMILIES, write_folder
 from tests.agents.sessions import NOTES, PROMPT, WORD, Session, session_of
 from tests.real import ROOT, Server, serving
 
@@ -249,6 +249,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mantou-agents-") as scratch, ExitStack() as stack:
         for family in given.family or FAMILIES:
             home = Path(scratch) / family
+            home.mkdir()
+            write_folder(home / MODEL, family)  # here, where the starter's tokenizer is known already
             recorded = home / "exchanges.jsonl"
             module = ("tests.agents.scripted_server",)
             arguments = (home / MODEL, "--family", family, "--record", recorded)
