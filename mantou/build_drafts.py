@@ -125,6 +125,7 @@ def load_head(
         packs=vocabulary.packed or this_device().on_cpu,
         span_step=target.span_step,
         write_rows=ops.write_rows,
+        shapes=target.model.shapes,
     )
     graph = load(kind, place, helped)
     if graph.taps:
