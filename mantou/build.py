@@ -187,7 +187,7 @@ def load_step(
         },
     )
     budget = make_budget(config, runner, shapes.slots)
-    info = limit_context(info, budget)
+    limit_context(info, budget)  # what can hold no row is told before a draft model is fetched
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"
@@ -195,11 +195,18 @@ def load_step(
     store, checkpoints = make_stores(config, recurrent=runner.recurrent)
     try:
         drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, board)
+        budget = replace(budget, beside=drafting.kept)
+        info = limit_context(info, budget)
     except BaseException:
         store.close()
         checkpoints.close()
         raise
-    extra = {"drafts": drafting.note, "draft_kinds": drafting.kinds, "fill": config.fill}
+    extra = {
+        "drafts": drafting.note,
+        "draft_kinds": drafting.kinds,
+        "draft_kv_bytes_per_token": drafting.kept.token_bytes if drafting.kept else 0.0,
+        "fill": config.fill,
+    }
     info = replace(info, extra={**info.extra, **extra})
     axes = Axes(
         scheduler=FairScheduler(rows, budget.fits),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,9 @@ from mantou.protocols import CacheKey, DeviceOps, DraftProvider, PrefixStore
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from mantou.kv.budget import KVBudget
+    from mantou.kv.plan import KVPlan
+    from mantou.kv.shapes import LayerShape
     from mantou.models.runner import Runner
     from mantou.sampling.sampler import DeviceSampler
     from mantou.spec.cost import StepCosts
@@ -61,13 +64,13 @@ def make_drafting(
         if not predicts(folder):
             return None
         try:
-            provider = load_head(MTP, config, folder, runner, info, store)
+            provider, kept = load_head(MTP, config, folder, runner, info, store)
         except ModelError as error:
             if config.mtp or config.draft_kind is not None:
                 raise
             log.warning("the model's prediction layer is not used: %s", error.message)
             return None
-        return LoadedDraft(MTP, provider, "the model's own prediction layer")
+        return LoadedDraft(MTP, provider, "the model's own prediction layer", kept)
 
     pipelined = not this_device().on_cpu
     return make(config, lambda: measured(runner, identity), load_model, load_own, pipelined=pipelined)
@@ -92,15 +95,20 @@ def load_draft(
     place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
     kind = kind_of(place) if kind == AUTO else kind
     if kind == MODEL:
-        provider = load_draft_model(config, folder, place, target, info, store, measured)
-        return LoadedDraft(kind, provider, f"draft model {place.name}")
-    return LoadedDraft(kind, load_head(kind, config, place, target, info, store), f"{kind} head {place.name}")
+        provider, kept = load_draft_model(config, folder, place, target, info, store, measured)
+        return LoadedDraft(kind, provider, f"draft model {place.name}", kept)
+    provider, kept = load_head(kind, config, place, target, info, store)
+    return LoadedDraft(kind, provider, f"{kind} head {place.name}", kept)
 
 
 def load_head(
     kind: str, config: Config, place: Path, target: Runner, info: ModelInfo, store: PrefixStore
-) -> DraftProvider:
-    """A head on the target's hidden states as a provider. Raises ModelError if it is another model's."""
+) -> tuple[DraftProvider, KVBudget | None]:
+    """A head on the target's hidden states as a provider, and what it keeps of each row, if anything.
+
+    Raises ModelError if it is another model's.
+    """
+    from mantou.kv.budget import KVBudget
     from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
@@ -109,28 +117,38 @@ def load_head(
     from mantou.spec.heads.kinds import load_head as load
     from mantou.spec.heads.kinds import measure, provider_of
     from mantou.spec.heads.parts import Target
+    from mantou.spec.slots import slots_for
 
     device = this_device().kind
     ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
     vocabulary = target.vocabulary()
+    kept: list[KVBudget] = []
+
+    def plan(shapes: Sequence[LayerShape]) -> KVPlan:
+        """A head asks for its one plan while it is loaded."""
+        found = make_scheme("off", place).plan(shapes)
+        kept.append(KVBudget(found, None, slots_for, slack=1))
+        return found
+
     helped = Target(
         info.id,
         info.vocab_size,
         DTYPES[target.model.dtype],
         vocabulary,
-        make_scheme("off", place).plan,
+        plan,
         ops.install,
         len(target.model.module.layers),
         # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more.
         packs=vocabulary.packed or this_device().on_cpu,
         span_step=target.span_step,
         write_rows=ops.write_rows,
+        shapes=target.model.shapes,
     )
     graph = load(kind, place, helped)
     if graph.taps:
         target.tap(graph.taps)
     numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
-    return provider_of(kind)(
+    provider = provider_of(kind)(
         graph,
         make_sampler(config, ops),
         store,
@@ -138,6 +156,7 @@ def load_head(
         measure(graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
         num_tokens=config.num_draft_tokens or 4,
     )
+    return provider, next(iter(kept), None)
 
 
 def load_draft_model(
@@ -148,9 +167,10 @@ def load_draft_model(
     info: ModelInfo,
     store: PrefixStore,
     measured: Callable[[Runner, str], StepCosts],
-) -> DraftProvider:
-    """A model of its own as a provider. Raises ModelError if its vocabulary is another one."""
+) -> tuple[DraftProvider, KVBudget]:
+    """A model of its own as a provider, and what it keeps of each row. Raises ModelError for another vocabulary."""
     from mantou.chat.tokenizer import Tokenizer
+    from mantou.kv.budget import KVBudget
     from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
     from mantou.models.device import this_device
@@ -159,6 +179,7 @@ def load_draft_model(
     from mantou.models.runner import Runner as DraftRunner
     from mantou.spec.model import ModelDraft
     from mantou.spec.setup import vocabulary_fault
+    from mantou.spec.slots import slots_for
 
     name = str(config.draft_model)
     fault = vocabulary_fault(Tokenizer.load(folder).vocabulary(), Tokenizer.load(place).vocabulary())
@@ -180,7 +201,7 @@ def load_draft_model(
         block=target.block,
     )
     numbers = f"{fingerprint(place)} {loaded.dtype} {kind} {'; '.join(notes)} {config.cpu_activations}"
-    return ModelDraft(
+    provider = ModelDraft(
         runner,
         make_sampler(config, ops),
         store,
@@ -189,3 +210,4 @@ def load_draft_model(
         num_tokens=config.num_draft_tokens or 4,
         vocab_size=info.vocab_size,
     )
+    return provider, KVBudget(runner.plan, None, slots_for, runner.ring_slack, runner.block)

@@ -136,7 +136,7 @@ def limit_context(info: ModelInfo, budget: KVBudget) -> ModelInfo:
             f"The budget leaves {limit}, but the shortest row of this model takes {smallest:.3g} GB; raise --kv-budget "
             "or --memory-budget."
         )
-    token = budget.plan.token_bytes() / 1024
+    token = budget.token_bytes / 1024
     extra = {**info.extra, "context_reason": f"the budget has {limit}, a token takes {token:.0f} KiB"}
     note = f"context {info.context_length} -> {longest} tokens: the budget has {limit}"
     return replace(info, context_length=longest, notes=(*info.notes, note), extra=extra)

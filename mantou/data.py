@@ -115,13 +115,14 @@ class Request:
 class DraftAsk:
     """A row that may guess. `tokens` are its prompt and output so far; `width` is the most tokens that it can use.
 
-    `paid_width` is the same for those whose guesses take time; None = `width`.
+    `paid_width` is the same for those whose guesses take time; None = `width`. `slot` is where its KV is by now.
     """
 
     request: Request
     tokens: Sequence[int]
     width: int
     paid_width: int | None = None
+    slot: int = -1
 
     @property
     def paid(self) -> int:

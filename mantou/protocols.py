@@ -15,6 +15,7 @@ from mantou.data import Draft, DraftAsk, GenerationCheckpoint, Request, Sampling
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from mantou.kv.lending import Seen
     from mantou.kv.pieces import Piece, State
     from mantou.kv.plan import KVPlan, LayerCodec
     from mantou.kv.records import RecordCodec
@@ -125,6 +126,20 @@ class Constraints(Protocol):
 
 
 # ------------------------------------------------------------------ speculation
+class KVLender(Protocol):
+    """Rows' KV for a drafter that attends to it. Nothing of it changes."""
+
+    lengths: list[int]  # by slot
+
+    def look(self, group: Group, layers: Sequence[int]) -> Sequence[Seen]:
+        """What the group's rows hold in these layers, as attention reads it; for one query a row, after its last token.
+
+        Lazily, over the buffers themselves: evaluate what uses it and let go before the next forward, which would copy
+        them otherwise. No forward may be in progress.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """A forward that was committed: row i holds tokens[i, :kept[i]] at positions starts[i] and on."""
@@ -136,6 +151,7 @@ class Forwarded:
     hidden: (
         mx.array
     )  # [B, T, D], what the vocabulary head sees, or the layers that a head asked for side by side
+    kv: KVLender
 
 
 class DraftProvider(Protocol):

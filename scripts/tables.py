@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +171,13 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _result(path: Path, folder: Path) -> str:
-    from tests.bench import cache_report, paged_report, report
+    from tests.bench import cache_report, draft_servers, paged_report, report
 
     name, result = path.relative_to(folder).as_posix(), json.loads(path.read_text())
-    tables = {"cache": cache_report.table, "paged": paged_report.table}
+    tables: dict[str, Callable[[Any], str]] = {
+        "cache": cache_report.table,
+        "paged": paged_report.table,
+        "draft_servers": draft_servers.table,
+    }
     table = next((tables[kind] for kind in tables if kind in result), report.table)
     return f"From [{name}]({name}).\n\n{table(result)}"

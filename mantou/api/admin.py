@@ -238,6 +238,8 @@ class Admin:
                 "enforced_context_tokens": info.context_length if capped else None,
                 "kv_budget_bytes": config.kv_budget_bytes,
                 "memory_budget_bytes": config.memory_budget_bytes,
+                "kv_bytes_per_token": info.extra.get("kv_bytes_per_token"),
+                "draft_kv_bytes_per_token": info.extra.get("draft_kv_bytes_per_token"),
                 "weights_bytes": info.weights_bytes,
             },
             **loaded.store.stats(),

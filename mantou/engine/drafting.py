@@ -55,7 +55,7 @@ class Drafting:
             if forced:
                 found[row.id] = forced
             elif row.finish is None and (width := self.width(row)) > 0:
-                asks.append((row, DraftAsk(row.request, row.tokens, width)))
+                asks.append((row, DraftAsk(row.request, row.tokens, width, slot=row.slot)))
         for (row, ask), draft in zip(asks, self._proposals(asks), strict=True):
             if len(draft) and row.finish is None:
                 kept = draft if len(draft) <= ask.width else replace(draft, tokens=draft.tokens[: ask.width])

@@ -330,7 +330,8 @@ class Step:
             rows = flight.feed.rows
             requests = [row.request if row else None for row in rows]
             starts = [row.num_kv if row else 0 for row in rows]
-            self._drafting.absorb(Forwarded(requests, starts, kept, flight.tokens, flight.hidden))
+            kv = self.runner.kv
+            self._drafting.absorb(Forwarded(requests, starts, kept, flight.tokens, flight.hidden, kv))
 
     # ------------------------------------------------------------------ commit
     def _collect(self, flight: Flight) -> None:

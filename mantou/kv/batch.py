@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry, WriteRows, no_write_rows
 from mantou.kv.layouts import Layout, scrubbed_columns
+from mantou.kv.lending import Readable, Seen
 from mantou.kv.paged import forget_fetched
 from mantou.kv.pages import Pages, Unpaged
 from mantou.kv.pieces import Packing, Parts, Piece, State, Unpacking, host_is_device, states, to_host
@@ -134,6 +135,23 @@ class KVBatch:
             self._lose_columns(slot, start + group.width)
         self.geometry = geometry
         return geometry
+
+    def look(self, group: Group, layers: Sequence[int]) -> list[Seen]:
+        """See `KVLender`. A row's query stands where its last token does, so that a mask shows all that it holds."""
+        assert self.geometry is None, "a forward is in progress"
+        geometry = Geometry(
+            group,
+            [max(length - 1, 0) for length in self.lengths[group.lo : group.hi]],
+            array_offsets=self._array_offsets,
+            span_step=self._span_step,
+        )
+        seen: list[Seen] = []
+        for place in layers:
+            layer = cast(Readable, self.layers[place])
+            layer.begin(geometry, 0)
+            seen.append(Seen(*layer.fetch(), layer.make_mask(1)))
+        self._forget()
+        return seen
 
     def commit(self, group: Group, kept: Sequence[int]) -> bool:
         """Row i keeps kept[i] <= num_tokens[i] of the forward. False: run it again, masked to `kept`, and commit."""

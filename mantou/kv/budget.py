@@ -22,7 +22,7 @@ TRANSIENT_BYTES = 550_000
 class KVBudget:
     """`slots` gives the slots that are allocated for a number of rows, `slack` the columns of a ring beyond its window.
 
-    `limit_bytes` None fits everything.
+    `limit_bytes` None fits everything. `beside` is what a drafter keeps of the same rows, within the same limit.
     """
 
     plan: KVPlan
@@ -30,6 +30,12 @@ class KVBudget:
     slots: Callable[[int], int]
     slack: int
     block: int | None = None  # tokens of a block where rows share pools
+    beside: KVBudget | None = None
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes that one more token takes while no window is full."""
+        return self.plan.token_bytes() + (self.beside.token_bytes if self.beside else 0.0)
 
     def bytes_of(self, lengths: Sequence[int]) -> int:
         """What rows that may reach these lengths take together."""
@@ -37,7 +43,8 @@ class KVBudget:
             return 0
         paged, rest = self.plan.split(PAGEABLE if self.block else ())
         total = self.slots(len(lengths)) * rest.row_bytes(capacity_bucket(max(lengths)), self.slack)
-        return total + (paged.pool_bytes(lengths, self.block) if self.block else 0)
+        total += paged.pool_bytes(lengths, self.block) if self.block else 0
+        return total + (self.beside.bytes_of(lengths) if self.beside else 0)
 
     def fits(self, lengths: Sequence[int]) -> bool:
         return self.limit_bytes is None or self.bytes_of(lengths) <= self.limit_bytes

@@ -87,6 +87,10 @@ class Delayed:
         found = self.native.update_and_fetch(keys, values) if native else None
         return self._chosen(found, self.packed.update_and_fetch(keys, values) if packed else None)
 
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        native, packed = self._reads
+        return self._chosen(self.native.fetch() if native else None, self.packed.fetch() if packed else None)
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         native, packed = self._reads
         found = self.native.keys_and_values() if native else None

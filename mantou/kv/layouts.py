@@ -202,6 +202,10 @@ class Columns:
         """Position p is in column p % ring; 0 = in column p."""
         return 0
 
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """What the rows hold, without storing anything."""
+        return self._fetch(self.span)
+
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """What the last `update_and_fetch` of this forward returned, for layers that share a donor's KV."""
         return self._fetch(self._span)

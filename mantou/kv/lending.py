@@ -1,14 +1,39 @@
-"""A layer's buffers on loan to a primitive that appends and attends on its own. Knows no layouts and no primitives."""
+"""A layer's buffers on loan: to a primitive that appends and attends on its own, or to a drafter that only reads.
+
+Knows no layouts, no primitives and no drafters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
+from mantou.kv.geometry import Geometry
 from mantou.kv.pieces import Parts
 from mantou.protocols import KVCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a layer holds of a group's rows: keys and values [rows, H, span, D], and which columns each row has."""
+
+    keys: mx.array
+    values: mx.array
+    mask: mx.array | str | None  # bool[rows, 1, 1, span]; None = all of them
+
+
+class Readable(Protocol):
+    """A layout whose columns can be read without storing any."""
+
+    def begin(self, geometry: Geometry, capacity: int) -> None: ...
+    def fetch(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of the rows of `begin`, as `update_and_fetch` gives them."""
+        ...
+
+    def make_mask(self, num_tokens: int) -> mx.array | str | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mantou.config import Config
 from mantou.errors import ConfigError
+from mantou.kv.budget import KVBudget
 from mantou.protocols import DraftProvider
 from mantou.spec.compose import OFF, AdaptiveWidth, ByKind, FirstOf
 from mantou.spec.cost import StepCosts
@@ -31,6 +32,7 @@ class LoadedDraft:
     kind: str
     provider: DraftProvider
     note: str
+    kept: KVBudget | None = None  # what it keeps of each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Drafting:
     kinds: tuple[str, ...]  # what a request may ask for
     default: str
     note: str  # for people
+    kept: KVBudget | None = None
 
 
 def check(config: Config) -> None:
@@ -107,10 +110,11 @@ def make_drafting(
             "leave it out."
         )
     plain: dict[str, DraftProvider] = {"ngram": _ngram(config)}
+    kept = None if own is None else own.kept
     words = {"ngram": f"copies after {config.ngram_min} to {config.ngram_max} equal tokens"}
     if config.draft_model is not None:
         loaded = load_model(next((kind for kind in asked if kind in _LOADED), AUTO))
-        plain[loaded.kind], words[loaded.kind] = loaded.provider, loaded.note
+        plain[loaded.kind], words[loaded.kind], kept = loaded.provider, loaded.note, loaded.kept
         asked = tuple(loaded.kind if kind in _LOADED else kind for kind in asked)
     if own is not None:
         plain[own.kind], words[own.kind] = own.provider, own.note
@@ -125,7 +129,7 @@ def make_drafting(
     table = costs()
     note = ", then ".join(words[kind] for kind in asked if kind != OFF) or "none unless a request asks"
     adaptive = AdaptiveWidth(chosen, table, pause=_PAUSE if pipelined else 0)
-    return Drafting(adaptive, tuple(kinds), default, f"{note}; {_step_note(table)}")
+    return Drafting(adaptive, tuple(kinds), default, f"{note}; {_step_note(table)}", kept)
 
 
 def _ngram(config: Config) -> NGram:

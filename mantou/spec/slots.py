@@ -12,12 +12,17 @@ class Slotted(Protocol):
     slot: int
 
 
+def slots_for(num_rows: int) -> int:
+    """Slots that are allocated for rows that join one by one."""
+    return 1 << max(num_rows - 1, 0).bit_length()
+
+
 def take_slot(kv: KVBatch, rows: Iterable[Slotted]) -> int:
     """An empty slot beside those of `rows`."""
     taken = {row.slot for row in rows}
     slot = next(i for i in range(len(taken) + 1) if i not in taken)
     if slot >= kv.num_slots:
-        kv.resize(1 << slot.bit_length())
+        kv.resize(slots_for(slot + 1))
     kv.clear(slot)
     return slot
 

@@ -113,7 +113,10 @@ def test_a_wrong_wish_is_one_sentence(server: Server, body: dict[str, Any], mess
     ("flags", "message"),
     [
         ({"draft_kind": "model"}, "--draft-kind model needs --draft-model"),
-        ({"draft_kind": "wish"}, "--draft-kind takes ngram, auto, model, eagle, eagle3, dspark, mtp, off"),
+        (
+            {"draft_kind": "wish"},
+            "--draft-kind takes ngram, auto, model, eagle, eagle3, dspark, mtp, assistant, off",
+        ),
         ({"draft_kind": "eagle"}, "--draft-kind eagle needs --draft-model"),
         ({"draft_kind": "mtp", "mtp": False}, "what --mtp off turns off"),
         ({"draft_model": "x", "mtp": True}, "leave it out, or --draft-model"),

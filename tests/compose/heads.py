@@ -16,13 +16,14 @@ from mantou.models.runner import Runner
 from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.cost import StepCosts
+from mantou.spec.heads.assistant import Assistant
+from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
 from mantou.spec.heads.kinds import provider_of
 from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
-from mantou.spec.heads.provider import HeadDraft
 
 from .families import FAMILIES
 from .harness import VOCAB, model
@@ -38,6 +39,7 @@ def target(family: str) -> Target:
         plan=make_scheme("off").plan,
         install=lambda module: (),
         num_layers=len(model(family).module.layers),
+        shapes=model(family).shapes,
     )
 
 
@@ -152,6 +154,43 @@ def dspark_folder(family: str, folder: Path, *, dflash: bool = False) -> Path:
     return write(folder, {**config, **places}, shapes, d2t=mx.arange(60) // 2)
 
 
+def assistant_folder(family: str, folder: Path, *, groups: int = 0, **more: Any) -> Path:
+    """As Google publishes them, of 2 layers of 4 heads of 32: the first sees a window, the second everything.
+
+    `groups`: of tokens, of which the best two are scored; 0 = every token is."""
+    width, full = target(family).hidden_size, dict(FAMILIES[family]).get("global_head_dim", 32)
+    shapes: dict[str, tuple[int, ...]] = {"pre_projection.weight": (48, 2 * width)}
+    shapes |= {"post_projection.weight": (width, 48), "model.norm.weight": (48,)}
+    shapes["model.embed_tokens.weight"] = (VOCAB, 48)
+    for i, head_dim in enumerate((32, full)):
+        layer = f"model.layers.{i}"
+        shapes |= {f"{layer}.mlp.{of}_proj.weight": (64, 48) for of in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj.weight": (48, 64), f"{layer}.layer_scalar": (1,)}
+        shapes |= {f"{layer}.self_attn.q_proj.weight": (4 * head_dim, 48)}
+        shapes |= {f"{layer}.self_attn.o_proj.weight": (48, 4 * head_dim)}
+        shapes[f"{layer}.self_attn.q_norm.weight"] = (head_dim,)
+        for of in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{layer}.{of}_layernorm.weight"] = (48,)
+    text = {
+        **dict(FAMILIES["gemma4_text"]),
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": full,
+        "vocab_size": VOCAB,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": False,
+    }
+    config = {"model_type": "gemma4_assistant", "backbone_hidden_size": width, "text_config": text, **more}
+    order: dict[str, mx.array] = {}
+    if groups:
+        shapes["masked_embedding.centroids.weight"] = (groups, 48)
+        order["masked_embedding.token_ordering"] = mx.random.permutation(VOCAB, key=mx.random.key(8))
+        config["centroid_intermediate_top_k"] = 2
+    return write(folder, config, shapes, **order)
+
+
 @cache
 def _home() -> Path:
     return Path(mkdtemp(prefix="mantou-heads-"))
@@ -161,7 +200,7 @@ def flat_costs() -> StepCosts:
     return StepCosts((1, 8), (1, 2), {(r, w): 0.02 for r in (1, 8) for w in (1, 2)})
 
 
-def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> HeadDraft:
+def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> GraphDraft:
     folder = _home() / f"{kind}-{family}"
     graphs = {
         "eagle": lambda: Eagle(eagle_folder(family, folder), target(family)),
@@ -169,6 +208,7 @@ def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> Hea
         "dspark": lambda: DSpark(dspark_folder(family, folder), target(family)),
         "dflash": lambda: DSpark(dspark_folder(family, folder, dflash=True), target(family)),
         "mtp": lambda: Mtp(mtp_folder(family, folder), target(family)),
+        "assistant": lambda: Assistant(assistant_folder(family, folder), target(family)),
     }
     key = CacheKey(f"{kind} {family}", (), "off", "none")
     sampler = changes.pop("sampler", None) or DeviceSampler()

@@ -17,7 +17,7 @@ from mantou.data import ModelInfo, Request, Sampling
 from mantou.engine.step import Step
 from mantou.errors import ConfigError, ModelError
 from tests.compose.families import FAMILIES, tiny
-from tests.compose.heads import dspark_folder, eagle3_folder, eagle_folder, mtp_folder
+from tests.compose.heads import assistant_folder, dspark_folder, eagle3_folder, eagle_folder, mtp_folder
 
 PROMPT = tuple(range(3, 40))
 
@@ -104,3 +104,20 @@ def test_a_head_of_the_wrong_kind_is_refused(llama: Path, tmp_path: Path) -> Non
     head = eagle_folder("llama", tmp_path / "head")
     with pytest.raises(ModelError, match="no draft head of the kind eagle3 but one of the kind eagle"):
         load(llama, tmp_path, draft_model=str(head), draft_kind="eagle3")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_assistant_reads_the_kv_of_a_model_on_this_device(packed: bool, tmp_path: Path) -> None:
+    """With the building blocks of the device in both graphs."""
+    folder = model_folder("gemma4_text", tmp_path / "model")
+    head = assistant_folder("gemma4_text", tmp_path / "head")
+    options: dict[str, Any] = {"kv_quant": "8"} if packed else {}
+    plain, _ = load(folder, tmp_path, draft_kind="off", **options)
+    step, info = load(folder, tmp_path, draft_model=str(head), **options)
+    assert "assistant" in info.extra["draft_kinds"]
+    assert "assistant head head" in str(info.extra["drafts"])
+    asked: list[int] = []
+    look = step.runner.kv.look
+    step.runner.kv.look = lambda group, layers: (asked.append(group.lo), look(group, layers))[1]  # type: ignore[method-assign]
+    assert answer(step) == answer(plain)
+    assert asked

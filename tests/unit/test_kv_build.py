@@ -15,7 +15,10 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.engine.step import Step
 from mantou.errors import ConfigError, ContextOverflow
+from mantou.protocols import Load
+from tests.compose.heads import assistant_folder, eagle_folder
 from tests.real import TINY_CONTEXT, tiny_folder
+from tests.unit.test_heads_build import model_folder
 
 TOKEN = 2 * 2 * 2 * 32 * 4  # layers, keys and values, heads, head dimension, bytes of a float32
 
@@ -96,3 +99,40 @@ def test_rows_beyond_the_budget_wait_and_what_can_never_fit_is_told_the_numbers(
             ContextOverflow, match=r"the context holds 128 .* .the budget has 0\.000131 GB for keys"
         ):
             bound.complete("many words " * 200)
+
+
+@pytest.mark.parametrize("paged", ["off", "on"])
+def test_what_a_draft_model_keeps_of_the_rows_counts(folder: Path, tmp_path: Path, paged: str) -> None:
+    """The model drafts for itself, so half as many tokens fit; rows that do not fit together wait."""
+    drafts: dict[str, Any] = {"draft_model": str(folder), "cache_dir": tmp_path / "models"}
+    budget = {"kv_budget_bytes": 1024 * TOKEN, "paged_kv": paged}
+    _, alone = loaded(folder, **budget)
+    step, info = loaded(folder, **budget, **drafts)
+    assert info.extra["draft_kv_bytes_per_token"] == info.extra["kv_bytes_per_token"] == TOKEN
+    assert alone.context_length > info.context_length >= alone.context_length // 2 - 128
+    assert f"a token takes {2 * TOKEN / 1024:.0f} KiB" in str(info.extra["context_reason"])
+    length = info.context_length
+    waiting = [Load(f"w{i}", -1, length, 8, length) for i in range(2)]
+    assert step.axes.scheduler.plan(waiting, (), 512).admit == ("w0",)
+
+
+def test_rows_wait_for_the_room_that_drafts_take(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "prompt_cache_bytes": 0,
+        "batch": 4,
+        "draft_model": str(folder),
+        "cache_dir": tmp_path / "models",
+    }
+    chats = ["one", "two", "three", "four"]
+    with mantou.load(str(folder), prompt_cache_bytes=0, batch=4) as free:
+        expected = [answer.text for answer in free.batch(chats, max_tokens=12)]
+    with mantou.load(str(folder), kv_budget_bytes=256 * TOKEN, paged_kv="off", **options) as bound:
+        assert [answer.text for answer in bound.batch(chats, max_tokens=12)] == expected
+
+
+def test_a_head_counts_and_an_assistant_keeps_nothing(tmp_path: Path) -> None:
+    for kind, writer, kept in (("eagle", eagle_folder, 2 * 2 * 16 * 4), ("assistant", assistant_folder, 0)):
+        model = model_folder("gemma4_text", tmp_path / f"{kind} model")
+        head = writer("gemma4_text", tmp_path / kind)
+        _, info = loaded(model, draft_model=str(head), cache_dir=tmp_path / "models")
+        assert info.extra["draft_kv_bytes_per_token"] == kept

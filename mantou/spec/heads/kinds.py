@@ -13,7 +13,10 @@ from mantou.models.checkpoint import weight_files
 from mantou.models.load import read_weights
 from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
+from mantou.spec.heads.assistant import Assistant
 from mantou.spec.heads.blocks import BlockDraft, BlockGraph
+from mantou.spec.heads.donors import DonorDraft
+from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
@@ -21,17 +24,20 @@ from mantou.spec.heads.mtp import Mtp, layout_of
 from mantou.spec.heads.parts import Target
 from mantou.spec.heads.provider import HeadDraft, HeadGraph
 
+Graph = HeadGraph | Assistant
 MODEL = "model"
 MTP = "mtp"  # the only kind that a model's own folder may hold
 BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark}
-HEADS: Mapping[str, Callable[[Path, Target], HeadGraph]] = {
+HEADS: Mapping[str, Callable[[Path, Target], Graph]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
     **BLOCKS,
     MTP: Mtp,
+    "assistant": Assistant,
 }
 # What only the weights of this kind are called; the first that fits.
 _SIGNS = {
+    "pre_projection.weight": "assistant",
     "midlayer.hidden_norm.weight": "eagle3",
     "layers.0.hidden_norm.weight": "eagle3",
     "hidden_norm.weight": "dspark",
@@ -54,7 +60,7 @@ def predicts(folder: Path) -> bool:
     return layout_of(read_weights(weight_files(folder))) is not None
 
 
-def load_head(kind: str, folder: Path, target: Target) -> HeadGraph:
+def load_head(kind: str, folder: Path, target: Target) -> Graph:
     """Raises ModelError if the folder holds another kind, or a head of another model."""
     found = kind_of(folder) if kind != MTP else MTP
     if found != kind:
@@ -62,28 +68,37 @@ def load_head(kind: str, folder: Path, target: Target) -> HeadGraph:
     return HEADS[kind](folder, target)
 
 
-def provider_of(kind: str) -> type[HeadDraft]:
+def provider_of(kind: str) -> Callable[..., GraphDraft]:
     """What drafts with a graph of this kind."""
+    if HEADS[kind] is Assistant:
+        return DonorDraft
     return BlockDraft if kind in BLOCKS else HeadDraft
 
 
-def measure(graph: HeadGraph, max_rows: int, width: int) -> StepCosts:
+def measure(graph: Graph, max_rows: int, width: int) -> StepCosts:
     """What one link of a chain costs, for 1 and 2 pairs a row, by rows. `width`: of a hidden state. Leaves no row."""
     started, counts = time.perf_counter(), [1]
     cells: dict[Cell, float] = {}
     while counts[-1] < max_rows:
         counts.append(min(2 * counts[-1], max_rows))
     for rows in counts:
-        graph.kv.resize(rows)
         for pairs in (1, 2):
-            cells[rows, pairs] = min(_link_s(graph, rows, pairs, width) for _ in range(3))
+            cells[rows, pairs] = _link_s(graph, rows, pairs, width)
         if time.perf_counter() - started > _BUDGET_S:
             break
-    graph.kv.resize(0)
     return StepCosts.from_cells(cells)
 
 
-def _link_s(graph: HeadGraph, rows: int, pairs: int, width: int) -> float:
+def _link_s(graph: Graph, rows: int, pairs: int, width: int) -> float:
+    if isinstance(graph, Assistant):  # it takes one pair at a time, and keeps none
+        return min(graph.link_s(rows) for _ in range(3))
+    graph.kv.resize(rows)
+    seconds = min(_fed_s(graph, rows, pairs, width) for _ in range(3))
+    graph.kv.resize(0)
+    return seconds
+
+
+def _fed_s(graph: HeadGraph, rows: int, pairs: int, width: int) -> float:
     hidden = mx.zeros((rows, pairs, width))
     mx.eval(hidden)
     started = time.perf_counter()

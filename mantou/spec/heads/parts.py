@@ -42,6 +42,7 @@ class Target:
     packs: bool = False  # whether a head's dense layers are packed at load
     span_step: int = 1
     write_rows: WriteRows = no_write_rows
+    shapes: Sequence[LayerShape] = ()  # what its own layers keep of a token
 
     @property
     def hidden_size(self) -> int:

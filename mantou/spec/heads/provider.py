@@ -26,14 +26,14 @@ from mantou.data import Draft, DraftAsk, Request
 from mantou.kv.batch import KVBatch, RowView
 from mantou.kv.pieces import Stack, State
 from mantou.protocols import CacheKey, Forwarded, Group, PrefixStore, Ticket
-from mantou.spec.chained import ChainDraft, DraftSampler
+from mantou.spec.chained import DraftSampler
 from mantou.spec.cost import StepCosts
+from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.slots import leave_slot, take_slot
 
 _WIDE = 16  # a row with more pairs to feed than this feeds them alone, so that others are not padded to it
 _BEHIND = 64  # pairs after which a row that is not asked feeds them
 _GAP = 8  # missing pairs that are made up
-_LEAST_CHANCE = 0.05
 
 
 class HeadGraph(Protocol):
@@ -88,7 +88,7 @@ class _Row:
         return self.base + self.num_true + self.num_waiting
 
 
-class HeadDraft(ChainDraft):
+class HeadDraft(GraphDraft):
     """The provider."""
 
     wants_hidden = True
@@ -103,7 +103,7 @@ class HeadDraft(ChainDraft):
         *,
         num_tokens: int = 4,
     ) -> None:
-        super().__init__(sampler, store, key, costs, num_tokens)
+        super().__init__(graph, sampler, store, key, costs, num_tokens)
         self.graph = graph
         self._rows: dict[str, _Row] = {}
 
@@ -284,35 +284,6 @@ class HeadDraft(ChainDraft):
         mx.eval(tokens, chances, kv.arrays())
         guesses: Any = tokens.tolist()
         return guesses, cast(Any, chances.tolist()), mx.concatenate(sources, axis=1) if sources else None
-
-    def _draw(
-        self, logits: mx.array, by_slot: Sequence[tuple[_Row, DraftAsk] | None], step: int
-    ) -> tuple[mx.array, mx.array | None]:
-        """Greedy rows take the likeliest token. Where some row samples, all are drawn as the answer will be."""
-        ids = self.graph.ids
-        if not any(one[1].request.sampling.temperature for one in by_slot if one):
-            best = mx.argmax(logits, axis=-1).astype(mx.int32)
-            return (best if ids is None else ids[best]), None
-        if ids is not None:  # the noise goes by tokens
-            everything = mx.full((*logits.shape[:2], self.graph.vocab_size), -mx.inf, mx.float32)
-            everything[..., ids] = logits.astype(mx.float32)
-            logits = everything
-        positions = [[len(one[1].tokens) + step] if one else [0] for one in by_slot]
-        params = self._params([one and one[1] for one in by_slot])
-        return self._sampler.propose(logits, params, positions)
-
-    def _draft(
-        self, ask: DraftAsk, guess: list[int], chances: list[float], sources: mx.array | None, index: int
-    ) -> Draft:
-        tokens = guess[: ask.paid]
-        known = next((i for i, token in enumerate(tokens) if token >= self.graph.vocab_size), len(tokens))
-        chance = sum(chances[:known]) / max(known, 1)
-        return Draft(
-            tokens[:known],
-            self.graph.kind,
-            max(chance, _LEAST_CHANCE),
-            chances=None if sources is None else sources[index],
-        )
 
 
 class _Pairs(RowView):
