@@ -52,7 +52,7 @@ void bind_linear(nb::module_& m) {
         return linear_top(x, w, count, o);
       },
       "x"_a, "weights"_a, "count"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 1e-5f, "planes"_a = 2);
-  m.def("highest_of_product", &highest_of_product, "logits"_a);
+  m.def("highest_of_product", &highest_of_product, "logits"_a, "allowed"_a = nb::none());
   m.def("adapter_rows", &adapter_rows, "base"_a, "x"_a, "a"_a, "b"_a, "scale"_a, "slot"_a);
 }
 

@@ -99,11 +99,16 @@ def test_constraints_are_applied_in_the_draw(isa: str, vocab: int, share: float)
             assert unpacked(mask)[int(ours.tokens[row, position])]
 
 
-def test_greedy_rows_keep_to_their_constraints_over_logits_that_are_not_computed_yet() -> None:
+def test_greedy_rows_keep_to_their_constraints_with_and_without_logits_in_memory() -> None:
     ops = CpuOps(threads=kernels.threads())
     wishes = [Sampling(), Sampling()]
-    made = both(mx.array(logits(2, 500, 3.0)) * 2, wishes, allowed=[(1, 0, packed(np.arange(500) == 77))])
+    (weights,) = kernels.pack_dense([mx.array(logits(2, 250, 3.0)).reshape(500, 2)])
+    allowed = [(1, 0, packed(np.arange(500) == 77)), (0, 1, packed(np.arange(500) % 3 == 0))]
+    product = kernels.linear(mx.array(logits(2, 2, 1.0)), weights)
+    made = both(product, wishes, allowed=allowed)
     assert same(*made) and int(made[0].tokens[1, 0]) == 77
+    mx.eval(product)
+    assert same(*both(product, wishes, allowed=allowed))
     with pytest.raises(ValueError, match="what is allowed"):
         ops.draw(mx.zeros((2, 1, 50)), PLAIN.prepare(wishes), None, mx.zeros((2, 1, 6), mx.uint8))
 

@@ -160,8 +160,8 @@ class CpuOps:
         from mantou.models.ops.extension import kernels
 
         num_top = params.max_logprobs
-        if not params.any_sampled and num_top < 0 and allowed is None:
-            highest = kernels.highest_of_product(logits)
+        if not params.any_sampled and num_top < 0:
+            highest = kernels.highest_of_product(logits, allowed)
             if highest is not None:
                 return highest
         if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
