@@ -96,7 +96,7 @@ class Sampler(Protocol):
         """logits [B, T, V] -> lazy tokens int32[B, T] and log-probabilities.
 
         positions[b][t]: absolute position of the drawn token; history[b]: (tokens so far, draft);
-        allowed: (row, position, uint8[V]) of what constraints allow; drafts[b]: the guess that is checked, for samplers
+        allowed: (row, position, what `Constraint.mask` gave); drafts[b]: the guess that is checked, for samplers
         that accept it by its chances instead of drawing on their own.
         """
         ...
@@ -106,9 +106,9 @@ class Constraint(Protocol):
     """What tokens a row may take next (a grammar, a forced span). Rewindable, so that drafts need no special case."""
 
     def mask(self) -> Any | None:
-        """uint8[N], 1 = allowed, for the position after all advanced tokens; None = everything allowed.
+        """One bit a token for the position after all advanced tokens, 1 = allowed; None = everything allowed.
 
-        N is at most V; ids from N on are forbidden.
+        uint8[N]: token t is bit t % 8 of byte t // 8, the lowest first. Ids that have no bit are forbidden.
         """
         ...
 
@@ -422,9 +422,13 @@ class DeviceOps(Protocol):
         """
         ...
 
-    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+    def draw(
+        self, logits: mx.array, params: Any, positions: mx.array | None, allowed: mx.array | None
+    ) -> Sequence[mx.array] | None:
         """The last stage of a Sampler over processed logits [B, T, V]: the arrays of its result, with the same bits:
         tokens, their logits, and what was asked for of log-probabilities and alternatives.
+
+        allowed: uint8[B, T, V / 8 rounded up], bits as in `Constraint.mask`; None = everything.
 
         The logits may be lazy: an implementation that needs none of them in memory never computes them.
         `params` is what the sampler prepared. None where it has no implementation of a stage that they ask for.

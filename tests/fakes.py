@@ -80,6 +80,20 @@ class DictStore(NoStore):
         return 0
 
 
+def packed(allowed: Any) -> np.ndarray:
+    """bool[V] -> the mask of a Constraint."""
+    return np.packbits(np.asarray(allowed, bool), bitorder="little")
+
+
+def unpacked(mask: Any, num_tokens: int | None = None) -> np.ndarray:
+    """The mask of a Constraint -> bool[num_tokens], or of all that have a bit."""
+    return np.unpackbits(mask, count=num_tokens, bitorder="little").astype(bool)
+
+
+def allows(mask: Any, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
+
+
 class Modulo:
     """A constraint: after n tokens only tokens with token % modulus == n % modulus are allowed."""
 
@@ -87,7 +101,7 @@ class Modulo:
         self.vocab, self.modulus, self.advanced = vocab, modulus, 0
 
     def mask(self) -> np.ndarray:
-        return (np.arange(self.vocab) % self.modulus == self.advanced % self.modulus).astype(np.uint8)
+        return packed(np.arange(self.vocab) % self.modulus == self.advanced % self.modulus)
 
     def advance(self, token: int) -> None:
         assert token % self.modulus == self.advanced % self.modulus, "a forbidden token came through"
@@ -110,10 +124,10 @@ class Forced(Modulo):
         token = self._certain(self.advanced)
         if token is None:
             return super().mask()
-        return (np.arange(self.vocab) == token).astype(np.uint8)
+        return packed(np.arange(self.vocab) == token)
 
     def advance(self, token: int) -> None:
-        assert self.mask()[token], "a forbidden token came through"
+        assert allows(self.mask(), token), "a forbidden token came through"
         self.advanced += 1
 
     def forced(self) -> Sequence[int]:

@@ -34,14 +34,19 @@ struct Noise {
 
 class Row {
  public:
-  Row(const DrawKernels& kernels, const DrawTask& task) : k_(kernels), t_(task), n_(task.vocab) {
+  Row(const DrawKernels& kernels, const DrawTask& task)
+      : k_(kernels), t_(task), logits_(task.logits), n_(task.vocab) {
     static thread_local Scratch memory;
     const size_t n = static_cast<size_t>(n_);
-    logprobs_ = memory.floats(5 * n);
+    logprobs_ = memory.floats(6 * n);
     probs_ = logprobs_ + n;
     bucket_ = reinterpret_cast<int32_t*>(probs_ + n);
     units_ = bucket_ + n;
     index_ = units_ + n;
+    if (t_.allowed == nullptr) return;
+    float* restricted = reinterpret_cast<float*>(index_ + n);
+    k_.restrict(t_.logits, t_.allowed, n_, restricted);
+    logits_ = restricted;
   }
 
   void run() {
@@ -55,11 +60,11 @@ class Row {
 
  private:
   void normalise() {
-    const float highest = k_.highest(t_.logits, n_);
-    k_.exp(t_.logits, highest, n_, probs_);
+    const float highest = k_.highest(logits_, n_);
+    k_.exp(logits_, highest, n_, probs_);
     const float sum =
         std::isinf(highest) ? highest : std::log(k_.add_in_order(0.0f, probs_, n_)) + highest;
-    for (int i = 0; i < n_; ++i) logprobs_[i] = t_.logits[i] - sum;
+    for (int i = 0; i < n_; ++i) logprobs_[i] = logits_[i] - sum;
   }
 
   float bound() {
@@ -163,14 +168,14 @@ class Row {
       for (int c = 0; c < count; ++c) {
         const int32_t i = index_[c];
         if (key != nullptr && key[i] == -INFINITY) continue;
-        const float score = t_.logits[i] * gain + noise.gumbel(i);
+        const float score = logits_[i] * gain + noise.gumbel(i);
         if (score > best_score) best_score = score, best = i;
       }
     };
     constexpr int kFew = 1024;  // below, libm for all is as quick
     if (key != nullptr)
       if (const int count = k_.select_from(key, n_, bound, index_); count <= kFew) return weigh(count), best;
-    k_.scores(t_.logits, gain, noise.low, noise.high, key, bound, n_, probs_);
+    k_.scores(logits_, gain, noise.low, noise.high, key, bound, n_, probs_);
     const float highest = k_.highest(probs_, n_);
     if (highest == -INFINITY) return 0;
     const float slack = 1e-4f + std::fabs(highest) * 0x1p-20f;
@@ -179,7 +184,7 @@ class Row {
   }
 
   int32_t most_likely() {
-    const int count = k_.select_from(t_.logits, n_, k_.highest(t_.logits, n_), index_);
+    const int count = k_.select_from(logits_, n_, k_.highest(logits_, n_), index_);
     return count > 0 ? index_[0] : 0;
   }
 
@@ -208,6 +213,7 @@ class Row {
 
   const DrawKernels& k_;
   const DrawTask& t_;
+  const float* logits_;
   const int n_;
   float *logprobs_, *probs_;
   int32_t *bucket_, *units_, *index_;

@@ -10,6 +10,7 @@ namespace mantou {
 
 struct DrawTask {
   const float* logits;
+  const uint8_t* allowed;  // one bit a token, the lowest first; null = all may be drawn
   int vocab;
   bool sampled;  // false = the most likely token, ties by lower index
   float inverse_temperature;
@@ -34,6 +35,8 @@ struct Buckets {
 
 // What one instruction set provides for it.
 struct DrawKernels {
+  // y = x where the bit of a token is 1, else x - infinity. y may be x.
+  void (*restrict)(const float* x, const uint8_t* bits, int n, float* y);
   float (*highest)(const float* x, int n);
   void (*exp)(const float* x, float shift, int n, float* y);  // y = e^(x - shift), with MLX's bits; y may be x
   // s + p[0] + p[1] + ..., in this order, each sum rounded.

@@ -24,6 +24,23 @@ static void exp_row(const float* x, float shift, int n, float* y) {
   for (int i = 0; i < n; ++i) y[i] = mlx_exp(x[i] - shift);
 }
 
+// What is added for each byte of eight bits: without a branch, and with the bits of the plain sampler's sum.
+struct Penalties {
+  float of[256][8];
+  constexpr Penalties() : of() {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int bit = 0; bit < 8; ++bit) of[byte][bit] = (byte >> bit & 1) != 0 ? 0.0f : -__builtin_inff();
+  }
+};
+
+static void restrict_row(const float* x, const uint8_t* bits, int n, float* y) {
+  static constexpr Penalties penalties;
+  int i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int j = 0; j < 8; ++j) y[i + j] = x[i + j] + penalties.of[bits[i / 8]][j];
+  for (; i < n; ++i) y[i] = x[i] + penalties.of[bits[i / 8]][i % 8];
+}
+
 static float highest_of(const float* x, int n) {
   Vf top = set1(-INFINITY);
   int i = 0;

@@ -75,8 +75,8 @@ constexpr Kernels table(const char* name, Multiply multiply) {
     MANTOU_ISA::quantise_row,
     MANTOU_ISA::gated_delta,
     MANTOU_ISA::ssm,
-    {MANTOU_ISA::highest_of, MANTOU_ISA::exp_row, MANTOU_ISA::add_in_order, MANTOU_ISA::bucket_row,
-     MANTOU_ISA::select_from, MANTOU_ISA::select_equal, MANTOU_ISA::scores_row},
+    {MANTOU_ISA::restrict_row, MANTOU_ISA::highest_of, MANTOU_ISA::exp_row, MANTOU_ISA::add_in_order,
+     MANTOU_ISA::bucket_row, MANTOU_ISA::select_from, MANTOU_ISA::select_equal, MANTOU_ISA::scores_row},
   };
 }
 

@@ -243,6 +243,32 @@ void offer_block(const Kernels& k, Candidate& best, const float* x, int block, i
     if (x[r] > best.value) best = {x[r], block * kBlockRows + r};
 }
 
+// Which outputs of each row may win.
+class Choice {
+ public:
+  Choice(const uint8_t* bits, int outputs) : bits_(bits), num_bytes_((static_cast<size_t>(outputs) + 7) / 8) {}
+
+  // Whether one of `count` rows may have one of the `n` outputs of a block.
+  bool any(int row, int count, int block, int n) const {
+    if (bits_ == nullptr) return true;
+    for (int m = 0; m < count; ++m)
+      for (int i = 0; i < (n + 7) / 8; ++i)
+        if (at(row + m, block)[i] != 0) return true;
+    return false;
+  }
+
+  void restrict(const Kernels& k, int row, int block, float* x, int n) const {
+    if (bits_ != nullptr) k.draw.restrict(x, at(row, block), n, x);
+  }
+
+ private:
+  static_assert(kBlockRows % 8 == 0);
+  const uint8_t* at(int row, int block) const { return bits_ + row * num_bytes_ + block * (kBlockRows / 8); }
+
+  const uint8_t* bits_;
+  size_t num_bytes_;
+};
+
 }  // namespace
 
 void linear(const Kernels& kernels, const LinearCall& call) {
@@ -294,8 +320,10 @@ void linear_top(const Kernels& kernels, const LinearCall& call, int count, float
     }
 }
 
-void linear_highest(const Kernels& kernels, const LinearCall& call, float* values, int32_t* indices) {
+void linear_highest(const Kernels& kernels, const LinearCall& call, const uint8_t* allowed, float* values,
+                    int32_t* indices) {
   const Layout& l = call.weights->layout;
+  const Choice choice(allowed, l.rows);
   std::mutex mutex;
   for (int first = 0; first < call.num_rows; first += kPanelRows) {
     Panel panel(kernels, call, first, std::min(kPanelRows, call.num_rows - first));
@@ -308,12 +336,15 @@ void linear_highest(const Kernels& kernels, const LinearCall& call, float* value
       for (int b = begin; b < end; ++b)
         for (int t = group.begin; t < group.end; ++t) {
           const Tile& tile = panel.plan().tiles[t];
+          const int row = first + tile.first, n = std::min(kBlockRows, l.rows - b * kBlockRows);
+          if (b > 0 && !choice.any(row, tile.count, b, n)) continue;
           panel.multiply(group, b, 1, t, to);
           kernels.round(out, tile.count * kBlockRows, call.out_type);
-          const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
-          for (int m = 0; m < tile.count; ++m) offer_block(kernels, mine[tile.first + m], out + m * kBlockRows, b, n);
-          if (b > 0) continue;
-          for (int m = 0; m < tile.count; ++m) initial[tile.first + m] = {out[m * kBlockRows], 0};
+          for (int m = 0; b == 0 && m < tile.count; ++m) initial[tile.first + m] = {out[m * kBlockRows], 0};
+          for (int m = 0; m < tile.count; ++m) {
+            choice.restrict(kernels, row + m, b, out + m * kBlockRows, n);
+            offer_block(kernels, mine[tile.first + m], out + m * kBlockRows, b, n);
+          }
         }
       std::lock_guard<std::mutex> lock(mutex);
       for (size_t i = 0; i < mine.size(); ++i) best[i] = std::min(best[i], mine[i]);

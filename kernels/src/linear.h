@@ -41,6 +41,8 @@ void linear(const Kernels& kernels, const LinearCall& call);
 void linear_top(const Kernels& kernels, const LinearCall& call, int count, float* values, int32_t* indices);
 
 // The same for count = 1, by vectors. Not-a-number never wins; where nothing is above -infinity, output 0 does.
-void linear_highest(const Kernels& kernels, const LinearCall& call, float* values, int32_t* indices);
+// `allowed` [num_rows, rows / 8 rounded up]: one bit an output, the lowest first, of those that may win; null = all.
+void linear_highest(const Kernels& kernels, const LinearCall& call, const uint8_t* allowed, float* values,
+                    int32_t* indices);
 
 }  // namespace mantou

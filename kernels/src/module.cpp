@@ -52,7 +52,7 @@ void bind_linear(nb::module_& m) {
         return linear_top(x, w, count, o);
       },
       "x"_a, "weights"_a, "count"_a, nb::kw_only(), "norm"_a = nb::none(), "eps"_a = 1e-5f, "planes"_a = 2);
-  m.def("highest_of_product", &highest_of_product, "logits"_a);
+  m.def("highest_of_product", &highest_of_product, "logits"_a, "allowed"_a = nb::none());
   m.def("adapter_rows", &adapter_rows, "base"_a, "x"_a, "a"_a, "b"_a, "scale"_a, "slot"_a);
 }
 
@@ -101,11 +101,12 @@ void bind_draw(nb::module_& m) {
   m.def(
       "draw",
       [](const array& logits, array sampled, array inverse_temperature, array top_p, array top_k, array min_p_log,
-         array seed_words, array positions, int num_top) {
-        return draw(logits, {sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions, num_top});
+         array seed_words, array positions, int num_top, Optional allowed) {
+        return draw(logits, {sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions, num_top,
+                             allowed});
       },
       "logits"_a, nb::kw_only(), "sampled"_a, "inverse_temperature"_a, "top_p"_a, "top_k"_a, "min_p_log"_a,
-      "seed_words"_a, "positions"_a, "num_top"_a = -1);
+      "seed_words"_a, "positions"_a, "num_top"_a = -1, "allowed"_a = nb::none());
 }
 
 void bind_layer(nb::module_& m) {

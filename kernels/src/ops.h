@@ -48,8 +48,9 @@ array embed(const array& ids, const Weights& weights, mx::Dtype type);
 std::vector<array> linear_top(const array& x, const Weights& weights, int count, const LinearOptions& options);
 // Of logits that `linear` was asked for and that nobody has computed yet: the index of the largest, int32 [...], and its
 // value, f32 [...], without the logits in memory. Ties by lower index; where no logit is a number above -infinity, the
-// first. Nothing where the logits come from elsewhere.
-std::optional<std::vector<array>> highest_of_product(const array& logits);
+// first. `allowed` uint8 [..., V / 8 rounded up]: one bit a logit, the lowest first, of those that may win; blocks of
+// which none may are not multiplied. Nothing where the logits come from elsewhere.
+std::optional<std::vector<array>> highest_of_product(const array& logits, const Optional& allowed);
 // base [m, n] + scale[s] * (x [m, k] a[s]^T) b[s]^T with s = slot[row]; a [slots, r, k], b [slots, n, r]; slot < 0 = none.
 array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale,
                    const array& slot);
@@ -110,6 +111,7 @@ std::vector<array> ssm(const array& x, const array& a_log, const array& b, const
 struct DrawOptions {
   array sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions;
   int num_top;  // -1 = tokens only, 0 = their log-probabilities too, n = and n alternatives
+  Optional allowed;  // uint8 [B, T, V / 8 rounded up]: one bit a token, the lowest first
 };
 // logits [B, T, V] -> tokens int32 [B, T], log-probabilities f32 [B, T], alternatives int32 and f32 [B, T, num_top].
 std::vector<array> draw(const array& logits, const DrawOptions& options);

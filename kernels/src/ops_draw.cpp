@@ -8,6 +8,7 @@ namespace {
 
 class Draw : public CpuPrimitive {
  public:
+  // Its last input is one bit a token, if there is a ninth.
   Draw(mx::Stream s, int num_top) : CpuPrimitive(s), num_top_(num_top) {}
   const char* name() const override { return "MantouDraw"; }
   void eval_cpu(const std::vector<array>& inputs, std::vector<array>& outputs) override {
@@ -17,7 +18,7 @@ class Draw : public CpuPrimitive {
 
  private:
   static void run(int num_top, std::vector<array>& in, std::vector<array>& out) {
-    static thread_local Scratch scratch[8];
+    static thread_local Scratch scratch[9];
     const int batch = in[0].shape(0), tokens = in[0].shape(1), vocab = in[0].shape(2);
     const uint8_t* logits = contiguous(in[0], scratch[0]);
     const auto* sampled = contiguous(in[1], scratch[1]);
@@ -27,6 +28,8 @@ class Draw : public CpuPrimitive {
     const auto* min_p = contiguous_as<float>(in[5], scratch[5]);
     const auto* words = contiguous_as<uint32_t>(in[6], scratch[6]);
     const auto* positions = contiguous_as<uint32_t>(in[7], scratch[7]);
+    const uint8_t* allowed = in.size() > 8 ? contiguous(in[8], scratch[8]) : nullptr;
+    const size_t num_bytes = (static_cast<size_t>(vocab) + 7) / 8;
     const Scalar type = scalar_of(in[0].dtype());
     const Kernels& f = kernels();
     const double cost_us = static_cast<double>(in[0].size()) * 2e-3;
@@ -41,7 +44,7 @@ class Draw : public CpuPrimitive {
           f.load(logits, at, type, vocab, wide);
           x = wide;
         }
-        draw(f, {x, vocab, sampled[b] != 0, gain[b], {words[2 * b], words[2 * b + 1]}, positions[i], top_p[b], min_p[b],
+        draw(f, {x, allowed == nullptr ? nullptr : allowed + i * num_bytes, vocab, sampled[b] != 0, gain[b], {words[2 * b], words[2 * b + 1]}, positions[i], top_p[b], min_p[b],
                  top_k[b], num_top, out[0].data<int32_t>() + i, num_top < 0 ? nullptr : out[1].data<float>() + i,
                  num_top > 0 ? out[2].data<int32_t>() + static_cast<size_t>(i) * num_top : nullptr,
                  num_top > 0 ? out[3].data<float>() + static_cast<size_t>(i) * num_top : nullptr});
@@ -65,14 +68,18 @@ std::vector<array> draw(const array& logits, const DrawOptions& o) {
   require(o.seed_words.dtype() == mx::uint32 && o.seed_words.size() == 2 * rows, "draw: seed words are uint32 [B, 2]");
   require(o.positions.dtype() == mx::uint32 && o.positions.size() == rows * logits.shape(1),
           "draw: positions are uint32 [B, T]");
+  require(!o.allowed || (o.allowed->dtype() == mx::uint8 && o.allowed->shape() == mx::Shape{logits.shape(0), logits.shape(1),
+                                                                                         (logits.shape(2) + 7) / 8}),
+          "draw: what is allowed is uint8 [B, T, V / 8 rounded up]");
   const mx::Shape shape{logits.shape(0), logits.shape(1)}, top{logits.shape(0), logits.shape(1), std::max(1, o.num_top)};
   std::vector<mx::Shape> shapes{shape};
   std::vector<mx::Dtype> types{mx::int32};
   if (o.num_top >= 0) shapes.push_back(shape), types.push_back(mx::float32);
   if (o.num_top > 0) shapes.push_back(top), types.push_back(mx::int32), shapes.push_back(top), types.push_back(mx::float32);
-  return array::make_arrays(shapes, types, std::make_shared<Draw>(cpu_stream(), o.num_top),
-                            {logits, o.sampled, as_floats(o.inverse_temperature), as_floats(o.top_p), o.top_k,
-                             as_floats(o.min_p_log), o.seed_words, o.positions});
+  std::vector<array> inputs{logits, o.sampled, as_floats(o.inverse_temperature), as_floats(o.top_p), o.top_k,
+                            as_floats(o.min_p_log), o.seed_words, o.positions};
+  if (o.allowed) inputs.push_back(*o.allowed);
+  return array::make_arrays(shapes, types, std::make_shared<Draw>(cpu_stream(), o.num_top), inputs);
 }
 
 }  // namespace mantou

@@ -20,6 +20,7 @@ struct LinearNode {
   Gate gate = Gate::silu;
   int top = 0;  // > 0: the outputs are the `top` largest values and their indices
   std::optional<Scalar> highest_of;  // the outputs are the largest value, of products in this type, and its index
+  bool restricted = false;           // the last input says which may win
 };
 
 class Linear : public CpuPrimitive {
@@ -63,7 +64,8 @@ class Linear : public CpuPrimitive {
     c.gate = node.gate;
     if (node.highest_of) {
       c.out_type = *node.highest_of;
-      linear_highest(kernels(), c, out[0].data<float>(), out[1].data<int32_t>());
+      const uint8_t* allowed = node.restricted ? next() : nullptr;
+      linear_highest(kernels(), c, allowed, out[0].data<float>(), out[1].data<int32_t>());
     } else if (node.top > 0) {
       c.out_type = c.x_type;
       linear_top(kernels(), c, node.top, out[0].data<float>(), out[1].data<int32_t>());
@@ -243,17 +245,25 @@ std::vector<array> linear_top(const array& x, const Weights& w, int count, const
   return array::make_arrays({shape, shape}, {mx::float32, mx::int32}, std::make_shared<Linear>(cpu_stream(), node), inputs);
 }
 
-std::optional<std::vector<array>> highest_of_product(const array& logits) {
+std::optional<std::vector<array>> highest_of_product(const array& logits, const Optional& allowed) {
   if (!logits.has_primitive() || logits.status() != array::Status::unscheduled) return std::nullopt;
   const auto* product = dynamic_cast<const Linear*>(&logits.primitive());
   if (product == nullptr) return std::nullopt;
   LinearNode node = product->node();
   if (node.bias || node.residual || node.gated || node.gathered || node.top > 0 || node.highest_of) return std::nullopt;
   node.highest_of = scalar_of(logits.dtype());
+  std::vector<array> inputs = logits.inputs();
   mx::Shape shape = logits.shape();
+  if (allowed) {
+    shape.back() = (shape.back() + 7) / 8;
+    require(allowed->dtype() == mx::uint8 && allowed->shape() == shape,
+            "highest_of_product: what is allowed is uint8 [..., V / 8 rounded up]");
+    inputs.push_back(*allowed);
+    node.restricted = true;
+  }
   shape.pop_back();
   auto found = array::make_arrays({shape, shape}, {mx::float32, mx::int32}, std::make_shared<Linear>(cpu_stream(), node),
-                                  logits.inputs());
+                                  inputs);
   return std::vector<array>{found[1], found[0]};
 }
 

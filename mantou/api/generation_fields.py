@@ -69,10 +69,9 @@ def _stop(value: Any, name: str) -> tuple[str, ...]:
     for index, entry in enumerate(found):
         if not isinstance(entry, str):
             raise BadRequest(f"{name}[{index}] must be a string, got {kind_of(entry)}.", param=name)
-    stops = tuple(entry for entry in found if entry)
-    if len(stops) > MAX_STOPS:
-        raise BadRequest(f"{name} may hold at most {MAX_STOPS} sequences, got {len(stops)}.", param=name)
-    return stops
+    if len(found) > MAX_STOPS:  # empty ones count, as the document says
+        raise BadRequest(f"{name} may hold at most {MAX_STOPS} sequences, got {len(found)}.", param=name)
+    return tuple(entry for entry in found if entry)
 
 
 def _logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:

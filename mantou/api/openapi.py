@@ -14,10 +14,11 @@ from mantou.api.anthropic.wire import ErrorEnvelope, Event, MessageBody, TokenCo
 from mantou.api.embeddings import openapi as embeddings_openapi
 from mantou.api.ollama.wire import OllamaChatLine, OllamaError, OllamaGenerateLine
 from mantou.api.openai.wire import ChatChunk, ChatCompletion, Completion, ErrorBody, Model, ModelList
+from mantou.api.responses import compact
 from mantou.api.responses import openapi as responses_openapi
 from mantou.api.responses.create import OpenAIResponses
+from mantou.api.responses.wire import CompactedBody, ResponseBody
 from mantou.api.responses.wire import Event as ResponseEvent
-from mantou.api.responses.wire import ResponseBody
 from mantou.api.sse import event_schema
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def document(version: str, dialects: Sequence[Dialect[Any]]) -> dict[str, Any]:
     paths[OpenAIResponses.path] = {
         "post": responses_openapi.creation(_generation(OpenAIResponses(), refs), refs)
     }
+    paths[compact.PATH] = {"post": responses_openapi.creation(_compaction(refs), refs)}
     paths |= responses_openapi.paths(refs)
     paths[TokenCount.path] = {"post": _count(refs)}
     paths |= embeddings_openapi.paths(refs)
@@ -170,6 +172,19 @@ def _count(refs: Mapping[Any, Schema]) -> Schema:
         "responses": {
             "200": {"description": doc, **_content("application/json", refs[TokenCountBody])},
             **_errors(refs, "400", "413", "500", "503", kind=ErrorEnvelope),
+        },
+    }
+
+
+def _compaction(refs: Mapping[Any, Schema]) -> Schema:
+    doc = "A conversation as the user's messages and a summary, which the model writes: items for a later input."
+    return {
+        "operationId": "v1_responses_compact",
+        "summary": doc,
+        "requestBody": {"required": True, **_content("application/json", compact.compaction_schema())},
+        "responses": {
+            "200": {"description": doc, **_content("application/json", refs[CompactedBody])},
+            **_errors(refs, "400", "413", "429", "500", "503"),
         },
     }
 

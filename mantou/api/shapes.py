@@ -215,6 +215,7 @@ INPUT = either(
                 {"type": word("reasoning")},
                 {**_KEPT, "summary": _THOUGHTS, "content": _THOUGHTS, "encrypted_content": MAYBE_TEXT},
             ),
+            record({"type": word("compaction"), "encrypted_content": TEXT}, _KEPT),
             record({"type": word("item_reference"), "id": TEXT}),
         ),
         minItems=1,

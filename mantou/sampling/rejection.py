@@ -22,6 +22,7 @@ from mantou.sampling.sampler import (
     constraint_mask,
     finished,
     processed,
+    restricted,
     sample,
     scaled_logits,
 )
@@ -75,7 +76,7 @@ class RejectionSampler(DeviceSampler):
         where = mx.array([list(row) for row in positions], dtype=mx.uint32)
         if not any(len(draft) > draft.num_sure for draft in drafts):
             return sample(logits, params, where, history, mask, self._device_draw)
-        logits = processed(logits, params, history, mask).astype(mx.float32)
+        logits = restricted(processed(logits, params, history), mask)
         shape = (logits.shape[0], logits.shape[1])
         tokens = np.full(shape, -1, np.int32)
         proposed: list[mx.array] = []

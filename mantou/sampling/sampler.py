@@ -39,10 +39,12 @@ class Draw:
         return [array for array in found if array is not None]
 
 
-DeviceDraw = Callable[[mx.array, RowParams, mx.array | None], Sequence[mx.array] | None]
+DeviceDraw = Callable[[mx.array, RowParams, mx.array | None, mx.array | None], Sequence[mx.array] | None]
 
 
-def no_device_draw(logits: mx.array, params: RowParams, positions: mx.array | None) -> None:
+def no_device_draw(
+    logits: mx.array, params: RowParams, positions: mx.array | None, allowed: mx.array | None
+) -> None:
     """See DeviceOps.draw."""
 
 
@@ -78,13 +80,14 @@ def _scores(logits: mx.array, params: RowParams, positions: mx.array) -> mx.arra
 
 
 def constraint_mask(allowed: Sequence[tuple[int, int, Any]], shape: Sequence[int]) -> mx.array:
-    """bool[B, T, V] from (row, position, uint8[N]) entries, ids from N on forbidden; other positions are free."""
-    mask = np.ones(tuple(shape), np.uint8)
-    for row, position, entries in allowed:
-        known = min(len(entries), mask.shape[-1])
-        mask[row, position, :known] = entries[:known]
+    """uint8[B, T, V / 8 rounded up] from entries of `Sampler.draw`, for logits [B, T, V]; other positions are free."""
+    num_rows, width, vocab = shape
+    mask = np.full((num_rows, width, -(-vocab // 8)), 255, np.uint8)
+    for row, position, bits in allowed:
+        known = min(len(bits), mask.shape[-1])
+        mask[row, position, :known] = bits[:known]
         mask[row, position, known:] = 0
-    return mx.array(mask).view(mx.bool_)
+    return mx.array(mask)
 
 
 class DeviceSampler:
@@ -131,34 +134,43 @@ def sample(
     """Draws one token for each row and position.
 
     logits [B, T, V] in any float dtype; positions uint32[B, T]: absolute position of the token that is drawn, needed if
-    some row samples; history: each row's tokens and draft, needed if some row has penalties; mask bool[B, T, V]: what
-    constraints allow.
+    some row samples; history: each row's tokens and draft, needed if some row has penalties; mask: see
+    `constraint_mask`.
     """
-    logits = processed(logits, params, history, mask)
-    drawn = device_draw(logits, params, positions)
+    logits = processed(logits, params, history)
+    drawn = device_draw(logits, params, positions, mask)
     if drawn is not None:
         return Draw(*drawn)
-    logits = scores = logits.astype(mx.float32)
+    logits = scores = restricted(logits, mask)
     if params.any_sampled:
         assert positions is not None, "a sampled row's noise is keyed by position"
         scores = _scores(logits, params, positions)
     return finished(mx.argmax(scores, axis=-1).astype(mx.int32), logits, params)
 
 
-def processed(logits: mx.array, params: RowParams, history: History, mask: mx.array | None) -> mx.array:
-    """Logits after bias, penalties and constraints, float32 where there are any: what log-probabilities are of."""
-    if params.any_bias or params.any_history or mask is not None:
+def processed(logits: mx.array, params: RowParams, history: History) -> mx.array:
+    """Logits after bias and penalties, float32 where there are any."""
+    if params.any_bias or params.any_history:
         logits = logits.astype(mx.float32)
     if params.any_bias:
         logits = apply_bias(logits, params)
     if params.any_history:
         logits = apply_penalties(logits, params, history)
-    return logits if mask is None else logits + _penalties(mask)
+    return logits
 
 
-def _penalties(mask: mx.array) -> mx.array:
-    """0 where allowed, -inf elsewhere. Without a branch: to select by 8 x 49k bits takes a CPU 1.2 ms, this 0.2."""
-    return 1 - mx.reciprocal(mask.astype(mx.float32))
+# What each byte of a mask adds to the logits of its eight tokens: 0 where one is allowed, else -inf.
+_PENALTIES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf
+)
+
+
+def restricted(logits: mx.array, mask: mx.array | None) -> mx.array:
+    """Logits in float32 after constraints: what log-probabilities are of."""
+    logits = logits.astype(mx.float32)
+    if mask is None:
+        return logits
+    return logits + mx.array(_PENALTIES, dtype=mx.float32)[mask].flatten(-2)[..., : logits.shape[-1]]
 
 
 def _at(values: mx.array, tokens: mx.array) -> mx.array:

@@ -29,6 +29,7 @@ from mantou.protocols import Constraint, Constraints
 from tests.agents.families import FAMILIES, OFFER, Family, Say, write_folder
 from tests.agents.sessions import ASIDE, SESSIONS
 from tests.agents.traffic import Recorder
+from tests.fakes import allows, packed
 
 _FACTS = {
     "word": re.compile(r"the word is (\w+)"),
@@ -46,9 +47,9 @@ class Forced:
     def mask(self) -> np.ndarray:
         token = self.tokens[min(self.done, len(self.tokens) - 1)]
         allowed = None if self.grammar is None else self.grammar.mask()
-        if allowed is not None and not allowed[token]:
+        if allowed is not None and not allows(allowed, token):
             raise RuntimeError(f"the grammar of the request forbids token {self.done} of the script")
-        return (np.arange(self.vocab) == token).astype(np.uint8)
+        return packed(np.arange(self.vocab) == token)
 
     def advance(self, token: int) -> None:
         self.done += 1

@@ -28,6 +28,8 @@ REASONS = (
     r"messages ends with a tool call",
     r"\S+tool_use_id names no tool_use",
     r"\S+call_id .* names no call of an earlier item",
+    r"input is missing; send the items of the conversation, or previous_response_id",
+    r"\S+encrypted_content was not made by this server",
     r"thinking\.budget_tokens must be less than max_tokens",
     r"\d+ prompts x n = \d+ is more than",
     r"logprobs of an echoed prompt",

@@ -49,6 +49,7 @@ SHARED = [
     ("stop", 5, "stop must be a string or a list of strings, got a number."),
     ("stop", ["a", 1], "stop[1] must be a string, got a number."),
     ("stop", list("abcde"), "stop may hold at most 4 sequences, got 5."),
+    ("stop", [""] * 5, "stop may hold at most 4 sequences, got 5."),
     ("max_tokens", 0, "max_tokens must be at least 1, got 0."),
     ("max_tokens", "10", "max_tokens must be a whole number, got a string."),
     ("max_completion_tokens", True, "max_completion_tokens must be a whole number, got a boolean."),

@@ -12,6 +12,7 @@ import pytest
 from mantou.data import Sampling
 from mantou.models.ops.cpu import CpuOps
 from mantou.sampling.sampler import DeviceSampler
+from tests.fakes import packed, unpacked
 
 PLAIN = DeviceSampler()
 
@@ -75,10 +76,41 @@ def test_host_stages_come_before_the_device() -> None:
         Sampling(temperature=0.8, repetition_penalty=1.3, top_k=20, seed=2),
     ]
     x = mx.array(logits(2, 3000, 3.0))
-    allowed = [(0, 1, np.arange(3000) % 2 == 0)]
+    allowed = [(0, 1, packed(np.arange(3000) % 2 == 0))]
     ours, want = both(x, wishes, history=[((1, 2), (3,)), ((4, 5), (6,))], allowed=allowed)
     assert same(ours, want)
     assert set(np.array(ours.tokens)[0]) <= {5, 6}
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.5, 0.9995])
+@pytest.mark.parametrize("vocab", [37, 20011])
+def test_constraints_are_applied_in_the_draw(isa: str, vocab: int, share: float) -> None:
+    x = mx.array(logits(len(WISHES), vocab, 2.5))
+    generator = np.random.default_rng(vocab)
+    free = generator.random((len(WISHES), 2, vocab)) < share
+    free[..., 11] = True
+    short = vocab // 16 + 1  # a mask may have no bits for the last tokens: those are forbidden
+    allowed = [(row, 0, packed(free[row, 0])) for row in range(1, len(WISHES), 2)]
+    allowed += [(row, 1, packed(free[row, 1])[:short]) for row in range(len(WISHES))]
+    for dtype in (mx.float32, mx.bfloat16):
+        ours, want = both(x.astype(dtype), allowed=allowed)
+        assert same(ours, want)
+        for row, position, mask in allowed:
+            assert unpacked(mask)[int(ours.tokens[row, position])]
+
+
+def test_greedy_rows_keep_to_their_constraints_with_and_without_logits_in_memory() -> None:
+    ops = CpuOps(threads=kernels.threads())
+    wishes = [Sampling(), Sampling()]
+    (weights,) = kernels.pack_dense([mx.array(logits(2, 250, 3.0)).reshape(500, 2)])
+    allowed = [(1, 0, packed(np.arange(500) == 77)), (0, 1, packed(np.arange(500) % 3 == 0))]
+    product = kernels.linear(mx.array(logits(2, 2, 1.0)), weights)
+    made = both(product, wishes, allowed=allowed)
+    assert same(*made) and int(made[0].tokens[1, 0]) == 77
+    mx.eval(product)
+    assert same(*both(product, wishes, allowed=allowed))
+    with pytest.raises(ValueError, match="what is allowed"):
+        ops.draw(mx.zeros((2, 1, 50)), PLAIN.prepare(wishes), None, mx.zeros((2, 1, 6), mx.uint8))
 
 
 def test_a_row_depends_on_no_other_row_and_no_thread(threads: int) -> None:
@@ -94,7 +126,7 @@ def test_rare_stages_stay_with_plain_mlx() -> None:
     wishes = [Sampling(temperature=1.0, xtc_probability=1.0, xtc_threshold=0.1, seed=1)]
     x = mx.array(logits(1, 500, 3.0))
     ops = CpuOps()
-    assert ops.draw(x, PLAIN.prepare(wishes), mx.zeros((1, 2), mx.uint32)) is None
+    assert ops.draw(x, PLAIN.prepare(wishes), mx.zeros((1, 2), mx.uint32), None) is None
     assert same(*both(x, wishes))
 
 
@@ -126,7 +158,7 @@ def test_a_row_of_no_numbers_shows_and_its_neighbours_are_drawn_as_ever(isa: str
 
 def test_vocabularies_and_alternatives_have_limits() -> None:
     params = PLAIN.prepare([Sampling(temperature=0.0, top_logprobs=9)])
-    assert CpuOps().draw(mx.zeros((1, 1, 5)), params, None) is None
+    assert CpuOps().draw(mx.zeros((1, 1, 5)), params, None, None) is None
     columns = {
         "sampled": params.sampled,
         "inverse_temperature": params.inverse_temperature,
@@ -146,8 +178,8 @@ def test_wrong_shapes_are_errors() -> None:
     ops, x = CpuOps(), mx.zeros((2, 1, 50))
     params = PLAIN.prepare(WISHES[:2])
     with pytest.raises(ValueError, match="positions"):
-        ops.draw(x, params, mx.zeros((2, 2), mx.uint32))
+        ops.draw(x, params, mx.zeros((2, 2), mx.uint32), None)
     with pytest.raises(ValueError, match="one value a row"):
-        ops.draw(mx.zeros((3, 1, 50)), params, mx.zeros((3, 1), mx.uint32))
+        ops.draw(mx.zeros((3, 1, 50)), params, mx.zeros((3, 1), mx.uint32), None)
     with pytest.raises(ValueError, match=r"\[B, T, V\]"):
-        ops.draw(x[0], params, mx.zeros((2,), mx.uint32))
+        ops.draw(x[0], params, mx.zeros((2,), mx.uint32), None)

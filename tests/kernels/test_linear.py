@@ -274,6 +274,27 @@ def test_the_highest_of_a_product_is_the_highest_of_its_logits(
         assert mx.array_equal(scores, logits.max(axis=-1).astype(mx.float32))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_the_highest_of_what_is_allowed(isa: str, threads: int, share: float, dtype: mx.Dtype) -> None:
+    """Whole blocks of outputs are left out, for all rows or for some."""
+    packed, _, _ = quantised(1003, 128, 4, 64)
+    for m in (1, 5, 40):
+        x = ref.normal(2, m, 128, seed=m)
+        allowed = np.random.default_rng(m).random((2, m, 1003)) < share
+        allowed[0, :, 1002] = True
+        allowed[1, :, 517] = True
+        bits = mx.array(np.packbits(allowed, axis=-1, bitorder="little"))
+        tokens, scores = kernels.highest_of_product(kernels.linear(x, packed, dtype=dtype), bits)
+        logits = mx.where(
+            mx.array(allowed), kernels.linear(x, packed, dtype=dtype).astype(mx.float32), -mx.inf
+        )
+        assert mx.array_equal(tokens, mx.argmax(logits, axis=-1))
+        assert mx.array_equal(scores, logits.max(axis=-1))
+    with pytest.raises(ValueError, match="what is allowed"):
+        kernels.highest_of_product(kernels.linear(x, packed), bits[:1])
+
+
 def test_the_highest_of_no_number_is_the_first_and_says_so(isa: str, threads: int) -> None:
     weight = ref.normal(200, 32)
     (packed,) = kernels.pack_dense([weight])
@@ -281,6 +302,9 @@ def test_the_highest_of_no_number_is_the_first_and_says_so(isa: str, threads: in
     tokens, scores = kernels.highest_of_product(nothing)
     assert tokens.tolist() == [0, 0]
     assert bool(mx.all(mx.isnan(scores)))
+    bits = mx.array(np.packbits(np.arange(200) == 77, bitorder="little"))
+    _, scores = kernels.highest_of_product(kernels.linear(mx.full((1, 32), mx.nan), packed), bits[None])
+    assert bool(mx.isnan(scores[0])), "a model that gave no number shows, whatever was allowed"
     (packed,) = kernels.pack_dense([mx.where(mx.arange(200)[:, None] == 7, weight, mx.nan)])
     tokens, _ = kernels.highest_of_product(kernels.linear(mx.ones((1, 32)), packed))
     assert tokens.tolist() == [7]

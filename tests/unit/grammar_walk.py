@@ -11,7 +11,10 @@ from mantou.chat.grammar.constraint import GrammarConstraint
 from mantou.chat.grammar.grammars import Grammars, Setting
 from mantou.chat.tokenizer import Tokenizer
 from mantou.data import Grammar, Request, Sampling
+from mantou.protocols import Constraint
+from tests.fakes import unpacked
 
+_MOST_TOKENS = 4096  # more than any tokenizer here has
 _CLOSERS = ('"', "]", "}")
 
 
@@ -20,6 +23,13 @@ def constraint(grammars: Grammars, wish: Grammar | None, setting: Setting | None
     found = grammars.make(Request("r", (1,), Sampling(), grammar=text))
     assert found is not None
     return found
+
+
+def allowed(found: Constraint) -> np.ndarray:
+    """bool[_MOST_TOKENS] of what may come next."""
+    mask = found.mask()
+    assert mask is not None
+    return unpacked(mask, _MOST_TOKENS)
 
 
 def walk(
@@ -39,19 +49,19 @@ def walk(
     tokens: list[int] = []
     planned: list[int] = []
     while len(tokens) < most:
-        mask = found.mask()
-        allowed = np.flatnonzero(mask)
-        assert len(allowed), "a state without a way on"
-        ends = [token for token in allowed if token in tokenizer.eos]
+        mask = allowed(found)
+        able = np.flatnonzero(mask)
+        assert len(able), "a state without a way on"
+        ends = [token for token in able if token in tokenizer.eos]
         closing = [token for token in closers if mask[token]]
-        if ends and (len(ends) == len(allowed) or dice.random() < 0.5):
+        if ends and (len(ends) == len(able) or dice.random() < 0.5):
             return tokens, text_of(tokenizer, tokens)
         if not planned and longer and dice.random() < 0.2:
             planned = list(dice.choice(longer))
         if planned and mask[planned[0]]:
             token = planned.pop(0)
         else:
-            others = [token for token in allowed if token not in ends]
+            others = [token for token in able if token not in ends]
             token, planned = int(dice.choice(closing if closing and dice.random() < 0.3 else others)), []
         tokens.append(token)
         found.advance(token)

@@ -14,7 +14,7 @@ from mantou.chat.reasoning import ReasoningFormat
 from mantou.data import Grammar
 from mantou.errors import BadRequest
 from tests.fakes_api import byte_tokenizer
-from tests.unit.grammar_walk import constraint, walk
+from tests.unit.grammar_walk import allowed, constraint, walk
 from tests.unit.schema_cases import cases
 
 TOKENIZER = byte_tokenizer()
@@ -29,10 +29,10 @@ def schema(value: object) -> Grammar:
 def accepts(wish: Grammar, text: str, setting: Setting | None = None) -> bool:
     found = constraint(GRAMMARS, wish, setting)
     for token in TOKENIZER.encode(text, add_special_tokens=False):
-        if not found.mask()[token]:
+        if not allowed(found)[token]:
             return False
         found.advance(token)
-    return bool(found.mask()[list(TOKENIZER.eos)].all())
+    return bool(allowed(found)[list(TOKENIZER.eos)].all())
 
 
 def refusal(wish: Grammar) -> str:
@@ -164,10 +164,10 @@ def test_the_end_is_allowed_exactly_where_the_grammar_is_satisfied() -> None:
     found = constraint(GRAMMARS, Grammar("regex", "ab?"))
     seen = []
     for token in TOKENIZER.encode("ab", add_special_tokens=False):
-        seen.append(bool(found.mask()[eos]))
+        seen.append(bool(allowed(found)[eos]))
         found.advance(token)
-    assert [*seen, bool(found.mask()[eos])] == [False, True, True]
-    assert found.mask().sum() == 1, "nothing but the end follows"
+    assert [*seen, bool(allowed(found)[eos])] == [False, True, True]
+    assert allowed(found).sum() == 1, "nothing but the end follows"
 
 
 def test_rewinding_restores_masks_and_forced_tokens_even_across_the_end() -> None:
@@ -192,7 +192,7 @@ def test_rewinding_restores_masks_and_forced_tokens_even_across_the_end() -> Non
             place += step
             if place == len(tokens):
                 wild.advance(eos)
-                assert wild.mask()[eos]
+                assert allowed(wild)[eos]
                 wild.rewind(1)
             mask, forced = expected[place]
             assert np.array_equal(wild.mask(), mask)
@@ -204,7 +204,7 @@ def test_forced_tokens_are_what_the_masks_leave() -> None:
     certain = list(found.forced())
     assert TOKENIZER.decode(certain).startswith('{"a": ')
     for token in certain:
-        assert list(np.flatnonzero(found.mask())) == [token]
+        assert list(np.flatnonzero(allowed(found))) == [token]
         found.advance(token)
 
 

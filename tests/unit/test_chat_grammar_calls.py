@@ -20,7 +20,7 @@ from mantou.chat.tokenizer import Tokenizer
 from mantou.chat.tools import ToolUse, named
 from mantou.data import Grammar, TokenEvent, ToolCall
 from mantou.errors import BadRequest
-from tests.unit.grammar_walk import constraint, walk
+from tests.unit.grammar_walk import allowed, constraint, walk
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -113,14 +113,14 @@ def test_strict_tools_hold_inside_a_call_that_the_model_chose(form_name: str) ->
     setting = Setting(tools=how, strict=frozenset(TOOLS))
     found = constraint(grammars, None, setting)
     for token in made.encode("Let me look. ", add_special_tokens=False):
-        assert found.mask()[token], "text stays free"
+        assert allowed(found)[token], "text stays free"
         found.advance(token)
     opener = next(made.token_id(tag) for tag in how.form.openers if made.token_id(tag) is not None)
-    assert found.mask()[opener]
-    assert found.mask()[list(made.eos)].all()
+    assert allowed(found)[opener]
+    assert allowed(found)[list(made.eos)].all()
     before = made.encode("Let me look. ", add_special_tokens=False)
     found.advance(opener)
-    assert not found.mask()[list(made.eos)].any(), "a call must be finished"
+    assert not allowed(found)[list(made.eos)].any(), "a call must be finished"
     tokens, _ = walk(made, found, dice)
     calls, text = read(made, how, [*before, opener, *tokens])
     assert text.startswith("Let me look.")
@@ -134,12 +134,12 @@ def test_strict_tools_where_only_the_first_character_tells_a_call() -> None:
     setting = Setting(tools=how, strict=frozenset(TOOLS))
     text = constraint(Grammars(made), None, setting)
     for token in made.encode("Let me {look}.", add_special_tokens=False):
-        assert text.mask()[token]
+        assert allowed(text)[token]
         text.advance(token)
-    assert text.mask()[list(made.eos)].all()
+    assert allowed(text)[list(made.eos)].all()
     call = constraint(Grammars(made), None, setting)
     call.advance(ord("{") - ord("!"))
-    assert not call.mask()[list(made.eos)].any(), "a call must be finished"
+    assert not allowed(call)[list(made.eos)].any(), "a call must be finished"
 
 
 def test_gpt_oss_may_answer_or_call_where_its_tools_are_strict() -> None:
@@ -153,9 +153,9 @@ def test_gpt_oss_may_answer_or_call_where_its_tools_are_strict() -> None:
     ):
         found = constraint(Grammars(made), None, setting)
         for token in made.encode(said, add_special_tokens=False):
-            assert found.mask()[token], said
+            assert allowed(found)[token], said
             found.advance(token)
-        assert found.mask()[list(made.eos)].all()
+        assert allowed(found)[list(made.eos)].all()
 
 
 def test_one_call_only_where_calls_may_not_be_parallel() -> None:
@@ -192,9 +192,9 @@ def test_gpt_oss_thinks_on_its_channel_and_answers_on_the_final_one() -> None:
     said = '<|channel|>analysis<|message|>hm {<|end|><|start|>assistant<|channel|>final<|message|>{"a": 1}'
     found = constraint(Grammars(made), wish, setting)
     for token in made.encode(said, add_special_tokens=False):
-        assert found.mask()[token]
+        assert allowed(found)[token]
         found.advance(token)
-    assert found.mask()[list(made.eos)].all()
+    assert allowed(found)[list(made.eos)].all()
 
 
 def test_a_tool_that_is_not_strict_is_called_even_if_its_schema_cannot_be_enforced() -> None:
@@ -233,13 +233,13 @@ def test_kimi_k3_frames_reasoning_text_and_calls() -> None:
     ):
         found = constraint(Grammars(made), grammar, setting)
         for token in made.encode(said, add_special_tokens=False):
-            assert found.mask()[token], said
+            assert allowed(found)[token], said
             found.advance(token)
-        assert found.mask()[list(made.eos)].all(), said
+        assert allowed(found)[list(made.eos)].all(), said
     forced = constraint(Grammars(made), wish, Setting(tools=replace(how, tools={})))
     for token in made.encode("<|open|>response<|sep|>", add_special_tokens=False):
         forced.advance(token)
-    assert not forced.mask()[made.encode("x", add_special_tokens=False)[0]]
+    assert not allowed(forced)[made.encode("x", add_special_tokens=False)[0]]
 
 
 def test_reasoning_comes_before_an_enforced_call() -> None:
@@ -251,6 +251,6 @@ def test_reasoning_comes_before_an_enforced_call() -> None:
         Setting(reasoning=form, reasoning_open=True, tools=use("hermes", made), choice="required"),
     )
     for token in made.encode("which?</think>\n\n", add_special_tokens=False):
-        assert found.mask()[token]
+        assert allowed(found)[token]
         found.advance(token)
-    assert not found.mask()[ord("a")], "only a call may follow"
+    assert not allowed(found)[ord("a")], "only a call may follow"

@@ -36,6 +36,11 @@ def recall(thinking: str, signature: str, where: str) -> str:
     return text
 
 
+def carried(signature: str) -> str | None:
+    """The text that a signature carries; None for one that carries none, is not ours or was damaged."""
+    return _carried(signature.removeprefix(_CARRIED)) if signature.startswith(_CARRIED) else None
+
+
 def _carried(encoded: str) -> str | None:
     try:
         signed = base64.b64decode(encoded, validate=True)

@@ -154,8 +154,8 @@ def _elsewhere(name: str, advice: str) -> Field[None]:
 
 _INPUT = Shaped(
     "input",
-    "A text of the user, or items: messages of text (and text files), calls of tools, their outputs, reasoning, and "
-    "references to items of stored responses.",
+    "A text of the user, or items: messages of text (and text files), calls of tools, their outputs, reasoning, "
+    "compactions, and references to items of stored responses.",
     read_input,
     shapes.INPUT,
 )

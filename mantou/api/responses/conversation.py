@@ -8,12 +8,14 @@ from typing import Any
 
 import msgspec
 
-from mantou.api.anthropic.signature import recall
+from mantou.api.anthropic.signature import carried, recall
 from mantou.api.responses.items import Item, text_of_parts
 from mantou.api.responses.tools import joined
 from mantou.api.volatile import without_volatile
 from mantou.data import Message, ToolCall
 from mantou.errors import BadRequest
+
+_SUMMARISED = "Summary of our conversation so far:"
 
 
 def conversation(items: Sequence[Item], instructions: str | None) -> tuple[Message, ...]:
@@ -81,6 +83,8 @@ class _Reader:
                 if self._reply.texts or self._reply.calls:
                     self.close()
                 self._reply.reasoning.append(_thoughts(item, where))
+            case {"type": "compaction", "encrypted_content": content}:
+                self._compacted(content, where)
             case {"type": "function_call", "arguments": arguments}:
                 self._call(item, arguments)
             case {"type": "custom_tool_call", "input": given}:
@@ -94,6 +98,24 @@ class _Reader:
         name = joined(item.get("namespace"), item["name"])
         self._called[item["call_id"]] = name
         self._reply.calls.append(ToolCall(item["call_id"], name, arguments or "{}"))
+
+    def _compacted(self, content: str, where: str) -> None:
+        """What was said before: one message of the user, and the summary as the assistant's answer to it.
+
+        Templates that want the two to take turns render that; they refuse several messages of the user in a row.
+        """
+        summary = carried(content)
+        if summary is None:
+            raise BadRequest(
+                f"{where}.encrypted_content was not made by this server, or was changed on its way; send what "
+                "/v1/responses/compact answered as it came, or the items that it stands for.",
+                param=f"{where}.encrypted_content",
+            )
+        self.close()
+        if self.messages and all(message.role == "user" for message in self.messages):
+            said = "\n\n".join(message.content or "" for message in self.messages)
+            self.messages = [Message(role="user", content=said)]
+        self._reply.texts.append(f"{_SUMMARISED}\n{summary}")
 
     def _result(self, call_id: str, text: str, where: str) -> None:
         if call_id not in self._called:

@@ -212,6 +212,14 @@ def _placed(value: Any, where: str) -> list[tuple[Any, str]]:
     return [(part, f"{where}[{index}]") for index, part in enumerate(parts)]
 
 
+def _compaction(entry: Item, where: str) -> Item:
+    return {
+        "type": "compaction",
+        "id": text_of(entry, "id", where) or new_id("cmp"),
+        "encrypted_content": needed_text(entry, "encrypted_content", where),
+    }
+
+
 def _reference(entry: Item, where: str) -> Item:
     return {"type": "item_reference", "id": needed_text(entry, "id", where)}
 
@@ -223,5 +231,6 @@ _READERS: Mapping[str, Callable[[Item, str], Item]] = {
     "custom_tool_call": _call("ctc", "input"),
     "custom_tool_call_output": _output("ctco"),
     "reasoning": _reasoning,
+    "compaction": _compaction,
     "item_reference": _reference,
 }

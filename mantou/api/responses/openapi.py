@@ -8,10 +8,10 @@ from typing import Any
 from mantou.api.fields import Schema
 from mantou.api.openai.wire import ErrorBody
 from mantou.api.responses.create import OpenAIResponses
-from mantou.api.responses.wire import DeletedResponse, Event, ItemList, ResponseBody
+from mantou.api.responses.wire import CompactedBody, DeletedResponse, Event, ItemList, ResponseBody
 from mantou.api.sse import event_schema
 
-TYPES: tuple[Any, ...] = (ResponseBody, Event, DeletedResponse, ItemList)
+TYPES: tuple[Any, ...] = (ResponseBody, Event, CompactedBody, DeletedResponse, ItemList)
 _INCLUDE: Schema = {
     "name": "include[]",
     "in": "query",

@@ -20,6 +20,7 @@ from mantou.api.envelope import current
 from mantou.api.faults import ClientGone, envelope, known_error
 from mantou.api.generation import Generation
 from mantou.api.patience import begun
+from mantou.api.responses.compact import PATH, compacted, read_compaction, summary_ask
 from mantou.api.responses.create import OpenAIResponses, ResponsesAsk
 from mantou.api.responses.run import Run
 from mantou.api.responses.runs import Runs
@@ -47,8 +48,10 @@ class ResponsesRoutes:
 
     def routes(self) -> list[BaseRoute]:
         one = f"{OpenAIResponses.path}/{{response_id}}"
+        create = CreateResponse(self._service, self.runs)
         return [
-            Route(OpenAIResponses.path, CreateResponse(self._service, self.runs), methods=["POST"]),
+            Route(OpenAIResponses.path, create, methods=["POST"]),
+            Route(PATH, CompactResponse(create), methods=["POST"]),
             Route(one, RetrieveResponse(self._service, self.runs), methods=["GET"]),
             Route(one, self.delete, methods=["DELETE"]),
             Route(f"{one}/cancel", self.cancel, methods=["POST"]),
@@ -111,25 +114,26 @@ class CreateResponse:
         client: ClientWatch | None = None
         try:
             body = parse_object(await read_body(scope, receive))
-            ask = await self._ask(body, Headers(scope=scope))
+            ask = await self.complete(self._dialect.parse(body, Headers(scope=scope)))
             client = ClientWatch(receive)
             if ask.generation.stream:
                 await _streamed(
                     self._service, client, send, lambda writer: self._run(ask, arrived, client, writer), 0
                 )
             else:
-                run = await self._run(ask, arrived, client, None)
-                whole = await self._whole(run, client)
-                await _json(whole)(scope, receive, send)
+                await _json(await self.made(ask, arrived, client))(scope, receive, send)
         except ClientGone:
             return
         finally:
             if client is not None:
                 client.stop()
 
-    async def _ask(self, body: dict[str, Any], headers: Headers) -> ResponsesAsk:
-        """The checked body, behind the turns that it goes on from."""
-        ask = self._dialect.parse(body, headers)
+    async def made(self, ask: ResponsesAsk, arrived: float, client: ClientWatch) -> ResponseBody:
+        """The whole response. Raises ClientGone, and what kept the response from its end."""
+        return await self._whole(await self._run(ask, arrived, client, None), client)
+
+    async def complete(self, ask: ResponsesAsk) -> ResponsesAsk:
+        """A checked body, behind the turns that it goes on from."""
         if not self._runs.store.keeps:
             if ask.store or ask.background:
                 raise BadRequest(
@@ -187,6 +191,28 @@ class CreateResponse:
         if run.error is not None:
             raise run.error
         return run.body()
+
+
+class CompactResponse:
+    """POST: a conversation, made shorter. Its summary is a response that nothing keeps."""
+
+    def __init__(self, create: CreateResponse) -> None:
+        self._create = create
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.perf_counter()
+        client: ClientWatch | None = None
+        try:
+            body = parse_object(await read_body(scope, receive))
+            conversation = await self._create.complete(read_compaction(body, Headers(scope=scope)))
+            client = ClientWatch(receive)
+            answer = await self._create.made(summary_ask(conversation), arrived, client)
+            await _json(compacted(conversation, answer))(scope, receive, send)
+        except ClientGone:
+            return
+        finally:
+            if client is not None:
+                client.stop()
 
 
 class RetrieveResponse:

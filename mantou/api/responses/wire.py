@@ -135,6 +135,15 @@ class ResponseBody(Struct, tag_field="object", tag="response"):
     service_tier: Literal["default"] = "default"
 
 
+class CompactedBody(Struct, tag_field="object", tag="response.compaction"):
+    """`output`: items for the input of a later request."""
+
+    id: str
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+
+
 class DeletedResponse(Struct):
     id: str
     deleted: bool

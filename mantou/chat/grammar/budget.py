@@ -10,9 +10,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from mantou.chat.grammar.masks import Mask, everything, only, without
 from mantou.chat.tokenizer import Tokenizer
 from mantou.data import ReasoningBudget
 from mantou.protocols import Constraint
@@ -64,19 +62,15 @@ class BudgetConstraint:
         self._reopening = opening[-1:] if len(opening) == 1 else opening[:2]
         self._places = [self._checked(_Place(_Phase.INSIDE if budget.opened else _Phase.START, 0, ()))]
 
-    def mask(self) -> NDArray[np.uint8] | None:
+    def mask(self) -> Mask | None:
         place = self._places[-1]
         if place.forced:
-            only = np.zeros(place.forced[0] + 1, np.uint8)
-            only[-1] = 1
-            return only
+            return only(place.forced[:1])
         found = self._inner.mask() if self._inner is not None else None
         banned = self._banned(place)
-        if banned is None or (found is not None and banned >= len(found)):
+        if banned is None:
             return found
-        allowed = np.ones(self._tokenizer.num_ids, np.uint8) if found is None else np.array(found, np.uint8)
-        allowed[banned] = 0
-        return allowed
+        return without(everything(self._tokenizer.num_ids) if found is None else found, banned)
 
     def advance(self, token: int) -> None:
         if self._inner is not None:

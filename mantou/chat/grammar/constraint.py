@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from llguidance import LLMatcher
-from numpy.typing import NDArray
 
+from mantou.chat.grammar.masks import Mask, only
 from mantou.errors import BadRequest
 
 Certain = tuple[Sequence[int], int]  # tokens, and how many of them are behind us
@@ -23,30 +23,27 @@ _MAX_FORCED = 64  # tokens of one answer of forced(); what follows them is told 
 class GrammarConstraint:
     """Belongs to one sequence. Tokens outside the tokenizer's vocabulary are never allowed."""
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int, eos: Sequence[int]) -> None:
-        """`matcher` is this constraint's own; `num_tokens`: size of the tokenizer's vocabulary."""
+    def __init__(self, matcher: LLMatcher, eos: Sequence[int]) -> None:
+        """`matcher` is this constraint's own."""
         self._matcher = matcher
-        self._num_tokens = num_tokens
         self._eos = frozenset(eos)
         self._num_ends = 0  # EOS tokens behind the end of the grammar
         self._certain: list[Certain] = []  # before each token that was taken, and perhaps before the next
         self._taken: list[int] = []
 
-    def mask(self) -> NDArray[np.uint8]:
-        """uint8[tokens of the tokenizer]. Raises BadRequest where the grammar is too complex to go on."""
-        tokens, place = self._next()
-        if place < len(tokens) and not self._num_ends:
-            mask = np.zeros(self._num_tokens, np.uint8)
-            mask[tokens[place]] = 1
-            return mask
+    def mask(self) -> Mask:
+        """See the seam. Raises BadRequest where the grammar is too complex to go on."""
         if self._num_ends:
-            return self._only_eos()
+            return only(self._eos)
+        tokens, place = self._next()
+        if place < len(tokens):
+            return only(tokens[place : place + 1])
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise BadRequest(
                 "The grammar of this request became too complex while it was followed; make it simpler."
             )
-        return np.unpackbits(bits, count=self._num_tokens, bitorder="little")
+        return bits
 
     def advance(self, token: int) -> None:
         if token in self._eos or self._num_ends:
@@ -91,8 +88,3 @@ class GrammarConstraint:
         if not tokens:
             return _NOTHING
         return tokens[: self._matcher.validate_tokens(tokens)], 0
-
-    def _only_eos(self) -> NDArray[np.uint8]:
-        mask = np.zeros(self._num_tokens, np.uint8)
-        mask[[token for token in self._eos if token < self._num_tokens]] = 1
-        return mask

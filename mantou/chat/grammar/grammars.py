@@ -93,7 +93,6 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
         self._specials: Mapping[str, int] = {}
-        self._num_tokens = 0
 
     def write(self, wish: Grammar | None, setting: Setting) -> str:
         """The grammar of a whole answer, compiled and ready for `make`; "" if the answer is free.
@@ -130,7 +129,7 @@ class Grammars:
         from mantou.chat.grammar.constraint import GrammarConstraint
 
         matcher = self._get(text, "response_format").deep_copy()
-        return GrammarConstraint(matcher, self._num_tokens, sorted(self._tokenizer.eos))
+        return GrammarConstraint(matcher, sorted(self._tokenizer.eos))
 
     # ------------------------------------------------------------------ the answer
     def _answer(self, lark: Lark, wish: Grammar | None, setting: Setting) -> str:
@@ -243,7 +242,7 @@ class Grammars:
             if self._vocabulary is None:
                 from mantou.chat.grammar.vocabulary import vocabulary
 
-                self._num_tokens, self._specials, self._vocabulary = vocabulary(self._tokenizer)
+                self._specials, self._vocabulary = vocabulary(self._tokenizer)
             return self._vocabulary
 
 

@@ -153,13 +153,15 @@ class CpuOps:
     def records(self, shape: Any, codec: Any) -> None:
         return None
 
-    def draw(self, logits: mx.array, params: Any, positions: mx.array | None) -> Sequence[mx.array] | None:
+    def draw(
+        self, logits: mx.array, params: Any, positions: mx.array | None, allowed: mx.array | None
+    ) -> Sequence[mx.array] | None:
         """All stages but XTC and the tone curve (rare, and a softmax of their own)."""
         from mantou.models.ops.extension import kernels
 
         num_top = params.max_logprobs
         if not params.any_sampled and num_top < 0:
-            highest = kernels.highest_of_product(logits)
+            highest = kernels.highest_of_product(logits, allowed)
             if highest is not None:
                 return highest
         if not kernels.draws_like_mlx or params.any_xtc or params.any_curve or num_top > logits.shape[-1]:
@@ -176,6 +178,7 @@ class CpuOps:
             seed_words=params.words,
             positions=positions,
             num_top=num_top,
+            allowed=allowed,
         )
         return [tokens, mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0], *others]
 

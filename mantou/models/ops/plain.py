@@ -40,5 +40,5 @@ class PlainOps:
     def records(self, shape: Any, codec: Any) -> RecordCodec | None:
         return None
 
-    def draw(self, logits: Any, params: Any, positions: Any) -> None:
+    def draw(self, logits: Any, params: Any, positions: Any, allowed: Any) -> None:
         return None
