@@ -1,8 +1,8 @@
 """What grammars cost, and whether they hold: `make structured` runs it against real servers of the starter model.
 
 Suite: every schema of tests/unit/schema_cases.py, 8 at a time, with 8-bit KV and drafts; finished answers are checked.
-Cost: 8 clients write texts of one length, free and constrained, in turn in one process, so that a machine that slows
-down slows both.
+Cost: 8 clients write texts of one length, free and constrained, in turn in one process, each round there and back, so
+that a machine that slows down slows both.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rate(server: Server, body: Body) -> float:
 
 
 def cost(server: Server, tokens: int, rounds: int) -> dict[str, float]:
-    """Medians of tokens a second, free and constrained."""
+    """Medians over rounds: tokens a second of the free texts, and the time of constrained ones over theirs."""
     # No end of sequence before the limit: neither the free text nor the constrained one may stop early.
     ends = {"0": -1000, "2": -1000}
     plain = {"max_tokens": tokens, "temperature": 0.8, "seed": 1, "speculation": False, "logit_bias": ends}
@@ -76,11 +76,19 @@ def cost(server: Server, tokens: int, rounds: int) -> dict[str, float]:
     }
     for body in shapes.values():
         rate(server, body)
-    found: dict[str, list[float]] = {name: [] for name in shapes}
+    times: dict[str, list[float]] = {name: [] for name in shapes}
     for _ in range(rounds):
-        for name, body in shapes.items():
-            found[name].append(rate(server, body))
-    return {name: statistics.median(rates) for name, rates in found.items()}
+        seconds = dict.fromkeys(shapes, 0.0)
+        for name in (*shapes, *reversed(shapes)):
+            seconds[name] += 1 / rate(server, shapes[name])
+        for name, spent in seconds.items():
+            times[name].append(spent)
+    over_free = {
+        f"{name} over free": statistics.median(a / b for a, b in zip(times[name], times["free"], strict=True))
+        for name in shapes
+        if name != "free"
+    }
+    return {"free": 2 / statistics.median(times["free"]), **over_free}
 
 
 _ITEM = {
