@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "pool.h"
 
 namespace mantou {
 
@@ -75,6 +76,7 @@ struct AttentionCall {
   Scalar out_type = Scalar::f32;
 };
 
-void attention(const Kernels& kernels, const AttentionCall& call);
+// With Hands::own it is part of a job of the pool; the bits are the same.
+void attention(const Kernels& kernels, const AttentionCall& call, Hands hands = Hands::pool);
 
 }  // namespace mantou

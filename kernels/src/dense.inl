@@ -6,39 +6,29 @@
 // quarters one after the other. Both give the same bits, so a token's result depends neither on the tile nor on its
 // place there.
 //
-// A tile is cut into micro-tiles of up to kDenseWide tokens, [k_padded][width] floats each, one behind the other: what
-// the registers hold at once. All micro-tiles of a tile meet one quarter of the weights before the next is read, so that
-// the weights come from the first-level cache but once.
+// A tile is rows of floats as they are, [token][k_padded]: the kernels read it by broadcasts, a micro-tile of up to
+// kDenseWide tokens at once, which is what the registers hold. All micro-tiles of a tile meet one quarter of the weights
+// before the next is read, so that the weights come from the second-level cache but once. Up to kDenseFew tokens alone
+// in a tile lie side by side instead, [k_padded][tokens]: their four chains each would need as many addresses.
 
 #if defined(__AVX512F__)
 constexpr int kDenseWide = 12;        // of 32 rows: 24 accumulators and 12 broadcasts for 24 multiply-adds
 constexpr int kDensePair = 2;         // blocks that share the broadcasts
-constexpr int kDenseInterleave = 4;   // tokens up to which the quarters run side by side
+constexpr int kDenseFew = 4;   // tokens up to which the quarters run side by side
 #else
 constexpr int kDenseWide = 6;
 constexpr int kDensePair = 1;
-constexpr int kDenseInterleave = 1;
+constexpr int kDenseFew = 1;
 #endif
 constexpr int kDenseTile = 4 * kDenseWide;
 static_assert(kDenseTile <= kMaxTile);
 
-// Width of the micro-tile that begins where `left` tokens are left: sometimes more than there are.
-static int dense_width(int left) {
-#if defined(__AVX512F__)
-  return left > 8 ? 12 : left > 4 ? 8 : left;
-#else
-  return left > 4 ? 6 : left;
-#endif
-}
-
 static void prepare_dense(const Layout& l, const float* row, int token, int tokens, uint8_t* tile) {
-  const int first = token / kDenseWide * kDenseWide, width = dense_width(tokens - first);
-  auto* x = reinterpret_cast<float*>(tile) + static_cast<size_t>(first) * l.k_padded + (token - first);
-  for (int k = 0; k < l.k; ++k) x[static_cast<size_t>(k) * width] = row[k];
-  for (int k = l.k; k < l.k_padded; ++k) x[static_cast<size_t>(k) * width] = 0.0f;
-  if (token + 1 < tokens) return;
-  for (int spare = 1; spare < width - (token - first); ++spare)  // no arithmetic on what memory held
-    for (int k = 0; k < l.k_padded; ++k) x[static_cast<size_t>(k) * width + spare] = 0.0f;
+  const size_t few = tokens <= kDenseFew ? tokens : 1;
+  auto* x = reinterpret_cast<float*>(tile) + (few > 1 ? token : static_cast<size_t>(token) * l.k_padded);
+  if (few == 1) std::memcpy(x, row, static_cast<size_t>(l.k) * sizeof(float));
+  for (int k = 0; k < l.k && few > 1; ++k) x[k * few] = row[k];
+  for (int k = l.k; k < l.k_padded; ++k) x[k * few] = 0.0f;
 }
 
 // Weights of k + ODD for 16 rows, k even, where p points at those of k.
@@ -76,11 +66,12 @@ MANTOU_INLINE Vf load_weights(const uint8_t* p) {
 
 MANTOU_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
-// A few tokens: the quarters side by side. x [k_padded][MT].
-template <Scalar S, int MT>
+// A few tokens: the quarters side by side. x [k_padded][MT], or [MT][k_padded] as Rows.
+template <Scalar S, int MT, bool Rows>
 static void dense_few(const Layout& l, const uint8_t* p, const float* x, float* out) {
   constexpr size_t row_bytes = 16 * (S == Scalar::f32 ? 4 : 2);
   const int quarter = l.k_padded / 4;
+  const size_t m_step = Rows ? l.k_padded : 1, k_step = Rows ? 1 : MT;
   Vf acc[4][MT];
 #pragma GCC unroll 4
   for (int c = 0; c < 4; ++c)
@@ -92,11 +83,11 @@ static void dense_few(const Layout& l, const uint8_t* p, const float* x, float* 
       const size_t at = static_cast<size_t>(c) * quarter + k;
       const Vf even = load_weights<S, 0>(p + at * row_bytes), odd = load_weights<S, 1>(p + at * row_bytes);
       prefetch(p + at * row_bytes + 1024);
-      const float* xk = x + at * MT;
+      const float* xk = x + at * k_step;
 #pragma GCC unroll 4
-      for (int m = 0; m < MT; ++m) acc[c][m] = fma(even, set1(xk[m]), acc[c][m]);
+      for (int m = 0; m < MT; ++m) acc[c][m] = fma(even, set1(xk[m * m_step]), acc[c][m]);
 #pragma GCC unroll 4
-      for (int m = 0; m < MT; ++m) acc[c][m] = fma(odd, set1(xk[MT + m]), acc[c][m]);
+      for (int m = 0; m < MT; ++m) acc[c][m] = fma(odd, set1(xk[m * m_step + k_step]), acc[c][m]);
     }
 #pragma GCC unroll 4
   for (int m = 0; m < MT; ++m) store(out + 16 * m, add(add(acc[0][m], acc[1][m]), add(acc[2][m], acc[3][m])));
@@ -109,25 +100,28 @@ struct DenseBlocks {
   float* out[P];
 };
 
-// The multiply-adds of one k.
+// The multiply-adds of one k. x[g]: row 3g of the micro-tile at k; one address and one stride reach three rows.
 template <Scalar S, int ODD, int MT, int P>
-MANTOU_INLINE void dense_outer(const uint8_t* const (&p)[P], const float* x, Vf (&acc)[P][MT]) {
+MANTOU_INLINE void dense_outer(const uint8_t* const (&p)[P], const float* const (&x)[(MT + 2) / 3], size_t stride,
+                               Vf (&acc)[P][MT]) {
   Vf w[P];
 #pragma GCC unroll 2
   for (int b = 0; b < P; ++b) w[b] = load_weights<S, ODD>(p[b]);
 #pragma GCC unroll 12
   for (int m = 0; m < MT; ++m) {
-    const Vf t = set1(x[m]);
+    const Vf t = set1(x[m / 3][m % 3 * stride + ODD]);
 #pragma GCC unroll 2
     for (int b = 0; b < P; ++b) acc[b][m] = fma(w[b], t, acc[b][m]);
   }
 }
 
-// Quarter c of K for a micro-tile. kept[b]: q0, then q0 + q1, of block b; behind it, kDenseTile * 16 floats on, q2.
+// Quarter c of K for a micro-tile of MT rows at x. kept[b]: q0, then q0 + q1, of block b; behind it, kDenseTile * 16
+// floats on, q2.
 template <Scalar S, int MT, int P>
-static void dense_quarter(const DenseBlocks<P>& blocks, int c, int quarter, int first, const float* x,
-                          float (*kept)[2 * kDenseTile * 16]) {
+static void dense_quarter(const DenseBlocks<P>& blocks, int c, int quarter, const float* rows, float* const (&kept)[P],
+                          size_t out_at, size_t ahead) {
   constexpr size_t row_bytes = 16 * (S == Scalar::f32 ? 4 : 2);
+  const size_t stride = static_cast<size_t>(quarter) * 4;
   Vf acc[P][MT];
 #pragma GCC unroll 2
   for (int b = 0; b < P; ++b)
@@ -135,16 +129,23 @@ static void dense_quarter(const DenseBlocks<P>& blocks, int c, int quarter, int 
     for (int m = 0; m < MT; ++m) acc[b][m] = zero();
   const uint8_t* p[P];
   for (int b = 0; b < P; ++b) p[b] = blocks.weights[b] + static_cast<size_t>(c) * quarter * row_bytes;
-  x += static_cast<size_t>(c) * quarter * MT;
-  for (int k = 0; k < quarter; k += 2, x += 2 * MT) {
-    dense_outer<S, 0>(p, x, acc);
+  const float* x[(MT + 2) / 3];
+  for (int g = 0; g < (MT + 2) / 3; ++g) x[g] = rows + 3 * g * stride + static_cast<size_t>(c) * quarter;
+  for (int k = 0; k < quarter; k += 2) {
+    dense_outer<S, 0>(p, x, stride, acc);
     __asm__ volatile("" ::: "memory");  // no load of the odd weights before: the registers are full
-    dense_outer<S, 1>(p, x + MT, acc);
-    for (int b = 0; b < P; ++b) p[b] += 2 * row_bytes;
+    dense_outer<S, 1>(p, x, stride, acc);
+#pragma GCC unroll 2
+    for (int b = 0; b < P; ++b) {
+      for (size_t at = 0; at < 2 * row_bytes; at += 64) prefetch(p[b] + ahead + at);
+      p[b] += 2 * row_bytes;
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < (MT + 2) / 3; ++g) x[g] += 2;
   }
 #pragma GCC unroll 2
   for (int b = 0; b < P; ++b) {
-    float *one = kept[b] + 16 * first, *two = one + kDenseTile * 16, *out = blocks.out[b] + 16 * first;
+    float *one = kept[b], *two = one + kDenseTile * 16, *out = blocks.out[b] + out_at;
 #pragma GCC unroll 12
     for (int m = 0; m < MT; ++m) {
       if (c == 0) store(one + 16 * m, acc[b][m]);
@@ -155,45 +156,47 @@ static void dense_quarter(const DenseBlocks<P>& blocks, int c, int quarter, int 
   }
 }
 
-template <Scalar S, int P>
-static void dense_width_quarter(int width, const DenseBlocks<P>& blocks, int c, int quarter, int first, const float* x,
-                                float (*kept)[2 * kDenseTile * 16]) {
-  switch (width) {
-#if defined(__AVX512F__)
-    case 12: return dense_quarter<S, 12, P>(blocks, c, quarter, first, x, kept);
-    default: return dense_quarter<S, 8, P>(blocks, c, quarter, first, x, kept);
-#else
-    case 6: return dense_quarter<S, 6, P>(blocks, c, quarter, first, x, kept);
-    case 4: return dense_quarter<S, 4, P>(blocks, c, quarter, first, x, kept);
-    case 3: return dense_quarter<S, 3, P>(blocks, c, quarter, first, x, kept);
-    default: return dense_quarter<S, 2, P>(blocks, c, quarter, first, x, kept);
-#endif
-  }
+// Micro-tiles of MT tokens: as many as there are, or the one of those that are left.
+template <Scalar S, int MT, int P>
+static void dense_micro_tiles(const DenseBlocks<P>& blocks, int quarter, const float* x, int first, int count) {
+  constexpr size_t kAhead = 1024;
+  const size_t quarter_bytes = static_cast<size_t>(quarter) * 16 * (S == Scalar::f32 ? 4 : 2);
+  alignas(64) float memory[P][2 * kDenseTile * 16];
+  for (int c = 0; c < 4; ++c)
+    for (int i = 0; i < count; ++i) {
+      const int token = first + i * MT;
+      float* kept[P];
+      for (int b = 0; b < P; ++b) kept[b] = memory[b] + i * MT * 16;
+      // The first asks for the weights that come next, of this block or behind the pair, from memory; the others for
+      // those that they read themselves, from the second-level cache.
+      const size_t ahead = i > 0 ? kAhead : quarter_bytes * (c < 3 ? 1 : 4 * P - 3);
+      dense_quarter<S, MT, P>(blocks, c, quarter, x + static_cast<size_t>(token) * quarter * 4, kept, 16 * token, ahead);
+    }
 }
 
-template <Scalar S>
-static void dense_last(int width, const Layout& l, const uint8_t* p, const float* x, float* out) {
-  switch (width) {
-#if defined(__AVX512F__)
-    case 4: return dense_few<S, 4>(l, p, x, out);
-    case 3: return dense_few<S, 3>(l, p, x, out);
-    case 2: return dense_few<S, 2>(l, p, x, out);
-#endif
-    default: return dense_few<S, 1>(l, p, x, out);
+// The last `left` < kDenseWide tokens.
+template <Scalar S, int P, int MT = kDenseWide - 1>
+static void dense_rest(const Layout& l, const DenseBlocks<P>& blocks, const float* x, int first, int left) {
+  if constexpr (MT > 0) {
+    if (left != MT) return dense_rest<S, P, MT - 1>(l, blocks, x, first, left);
+    if constexpr (MT > kDenseFew) {
+      dense_micro_tiles<S, MT, P>(blocks, l.k_padded / 4, x, first, 1);
+    } else {
+      for (int b = 0; b < P; ++b) {
+        const float* rows = x + static_cast<size_t>(first) * l.k_padded;
+        float* out = blocks.out[b] + 16 * first;
+        first == 0 ? dense_few<S, MT, false>(l, blocks.weights[b], rows, out)
+                   : dense_few<S, MT, true>(l, blocks.weights[b], rows, out);
+      }
+    }
   }
 }
 
 template <Scalar S, int P>
 static void dense_blocks_of(const Layout& l, const DenseBlocks<P>& blocks, const float* x, int tokens) {
-  alignas(64) float kept[P][2 * kDenseTile * 16];
-  const int quarter = l.k_padded / 4, few = dense_width(tokens % kDenseWide) <= kDenseInterleave ? tokens % kDenseWide : 0;
-  const int many = tokens - few;
-  for (int c = 0; c < 4 && many > 0; ++c)
-    for (int first = 0; first < many; first += kDenseWide)
-      dense_width_quarter<S, P>(dense_width(tokens - first), blocks, c, quarter, first,
-                                x + static_cast<size_t>(first) * l.k_padded, kept);
-  for (int b = 0; b < P && few > 0; ++b)
-    dense_last<S>(few, l, blocks.weights[b], x + static_cast<size_t>(many) * l.k_padded, blocks.out[b] + 16 * many);
+  const int whole = tokens / kDenseWide;
+  if (whole > 0) dense_micro_tiles<S, kDenseWide, P>(blocks, l.k_padded / 4, x, 0, whole);
+  dense_rest<S, P>(l, blocks, x, whole * kDenseWide, tokens % kDenseWide);
 }
 
 template <int P>

@@ -1,5 +1,5 @@
-// A whole post-norm encoder layer: QKV, attention over the whole row, output, norm, two dense layers, norm. Knows no
-// MLX. Every step is the same code, with the same rounding, as the separate operations.
+// Post-norm encoder layers: QKV, attention over the whole row, output, norm, two dense layers, norm. Knows no MLX.
+// Every step is the same code, with the same rounding, as the separate operations.
 //
 //   h = norm(x + attention(x Wqkv) Wo);  y = norm(h + activation(h Wu) Wd)
 #pragma once
@@ -26,13 +26,15 @@ struct EncoderSpec {
 void check_encoder(const EncoderSpec& spec);
 
 struct EncoderCall {
+  const std::vector<std::shared_ptr<const EncoderSpec>>* layers = nullptr;  // one or more, all as wide
   const void* x = nullptr;  // [batch, tokens, hidden]
   void* out = nullptr;      // like x
   Scalar type = Scalar::f32;
   int batch = 0, tokens = 0;
-  const int32_t* lengths = nullptr;  // tokens of each row, or null where all are full; behind them results mean nothing
+  const int32_t* lengths = nullptr;  // tokens of each row, or null where all are full; behind them results are 0
 };
 
-void run_encoder_layer(const Kernels& kernels, const EncoderSpec& spec, const EncoderCall& call);
+// Lengths outside 0..tokens are std::out_of_range.
+void run_encoder(const Kernels& kernels, const EncoderCall& call);
 
 }  // namespace mantou

@@ -57,6 +57,7 @@ constexpr Kernels table(const char* name, Multiply multiply) {
     name,
     MANTOU_ISA::kDenseTile,
     MANTOU_ISA::kDenseWide,
+    MANTOU_ISA::kDenseFew,
     MANTOU_ISA::prepare,
     multiply,
     MANTOU_ISA::load_row,

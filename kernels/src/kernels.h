@@ -77,9 +77,11 @@ struct Finish {
 struct Kernels {
   const char* name;
 
-  int dense_tile, dense_width;  // tokens of a tile of dense weights, and of its parts that share no cache line
+  int dense_tile, dense_width;  // tokens of a tile of dense weights, and of those that its loops take at once
+  int dense_few;                // tokens of a tile up to which they lie side by side
 
   // Activations of `tokens` (of one tile at most) rows as the block kernels read them. planes: 2 = 16-bit, 1 = 8-bit.
+  // For dense weights and more than dense_few tokens: rows of k_padded floats, zero behind k.
   void (*prepare)(const Layout&, const float* row, int token, int tokens, int planes, uint8_t* tile);
   // out[i][token][16] = blocks[i] * tile for one block, or for two. The result of a token does not depend on `tokens`.
   void (*multiply)(const Layout&, const uint8_t* const* blocks, int count, const uint8_t* tile, int tokens, int planes,

@@ -8,7 +8,6 @@
 #include <numeric>
 #include <vector>
 
-#include "pool.h"
 #include "scratch.h"
 
 namespace mantou {
@@ -68,25 +67,27 @@ void make_plan(const LinearCall& c, Cut cut, int first_row, int num_rows, Plan& 
 // One panel of rows: the plan and the prepared activations.
 class Panel {
  public:
-  Panel(const Kernels& kernels, const LinearCall& call, int first_row, int num_rows)
+  Panel(const Kernels& kernels, const LinearCall& call, int first_row, int num_rows, Hands hands = Hands::pool)
       : kernels_(kernels), call_(call), layout_(call.weights->layout) {
     const bool dense = layout_.form == Form::dense;
     const Cut cut = dense ? Cut{kernels.dense_tile, kernels.dense_width} : Cut{kAffineTile, 1};
     make_plan(call, cut, first_row, num_rows, plan_);
+    const bool as_given = call.x_type == Scalar::f32 && call.norm == nullptr && call.expert == nullptr &&
+                          call.source == nullptr && layout_.k == layout_.k_padded;
+    if (dense && as_given && num_rows > kernels.dense_few) {
+      rows_ = static_cast<const float*>(call.x);
+      return;
+    }
     int most = 0;
     for (const Tile& t : plan_.tiles) most = std::max(most, t.count);
     tile_bytes_ = (tile_bytes(layout_, most) + 63) / 64 * 64;
     static thread_local Scratch scratch;  // the calling thread's; helpers only read it while it waits for them
     tiles_ = scratch.take(tile_bytes_ * plan_.tiles.size());
-    // A thread takes the rows of a dense tile that share cache lines.
-    std::vector<Place> places;
+    std::vector<std::pair<int, int>> places;  // (tile, row of it)
     for (size_t t = 0; t < plan_.tiles.size(); ++t)
-      for (int i = 0; i < plan_.tiles[t].count; i += cut.unit)
-        places.push_back({static_cast<int>(t), i, std::min(cut.unit, plan_.tiles[t].count - i)});
-    const int items = static_cast<int>(places.size());
-    Pool::instance().run(items, dense ? 1 : 2, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
-      for (int i = begin; i < end; ++i)
-        for (int r = 0; r < places[i].count; ++r) prepare(places[i].tile, places[i].first + r);
+      for (int i = 0; i < plan_.tiles[t].count; ++i) places.push_back({static_cast<int>(t), i});
+    run_with(hands, static_cast<int>(places.size()), 2, 0.0006 * num_rows * layout_.k, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) prepare(places[i].first, places[i].second);
     });
   }
 
@@ -107,12 +108,11 @@ class Panel {
   }
 
  private:
-  uint8_t* tile(int t) const { return tiles_ + tile_bytes_ * t; }
-
-  // Rows of a tile.
-  struct Place {
-    int tile, first, count;
-  };
+  const uint8_t* tile(int t) const {
+    if (rows_ == nullptr) return tiles_ + tile_bytes_ * t;
+    const auto first = static_cast<size_t>(plan_.order[plan_.tiles[t].first]);
+    return reinterpret_cast<const uint8_t*>(rows_ + first * layout_.k);
+  }
 
   void prepare(int index, int row_of_tile) const {
     static thread_local Scratch scratch;
@@ -129,15 +129,16 @@ class Panel {
       kernels_.load(call_.x, source * k, call_.x_type, k, row);
       if (call_.norm != nullptr) kernels_.rms_norm(row, call_.norm, call_.norm_eps, k, call_.x_type, row);
     }
-    kernels_.prepare(layout_, values, row_of_tile, t.count, call_.planes, tile(index));
+    kernels_.prepare(layout_, values, row_of_tile, t.count, call_.planes, tiles_ + tile_bytes_ * index);
   }
 
   const Kernels& kernels_;
   const LinearCall& call_;
   const Layout& layout_;
   Plan plan_;
-  size_t tile_bytes_;
-  uint8_t* tiles_;
+  const float* rows_ = nullptr;  // where the call's rows are tiles as they are
+  size_t tile_bytes_ = 0;
+  uint8_t* tiles_ = nullptr;
 };
 
 // Bias of a block, or null.
@@ -271,13 +272,13 @@ class Choice {
 
 }  // namespace
 
-void linear(const Kernels& kernels, const LinearCall& call) {
+void linear(const Kernels& kernels, const LinearCall& call, Hands hands) {
   const int step = call.expert != nullptr ? std::max(1, call.num_rows) : kPanelRows;
   const int columns = call.weights->layout.blocks / (call.gated ? 2 : 1);
   for (int first = 0; first < call.num_rows; first += step) {
-    Panel panel(kernels, call, first, std::min(step, call.num_rows - first));
+    Panel panel(kernels, call, first, std::min(step, call.num_rows - first), hands);
     const int items = static_cast<int>(panel.plan().groups.size()) * columns;
-    Pool::instance().run(items, chunk_for(items), panel.cost_us(), [&](int begin, int end) {
+    run_with(hands, items, chunk_for(items), panel.cost_us(), [&](int begin, int end) {
       for (int i = begin, next; i < end; i = next) {
         next = std::min(end, (i / columns + 1) * columns);
         const int first = i % columns;

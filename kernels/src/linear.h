@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "kernels.h"
+#include "pool.h"
 
 namespace mantou {
 
@@ -34,7 +35,8 @@ struct LinearCall {
   Scalar out_type = Scalar::f32;
 };
 
-void linear(const Kernels& kernels, const LinearCall& call);
+// With Hands::own it is part of a job of the pool; the bits are the same.
+void linear(const Kernels& kernels, const LinearCall& call, Hands hands = Hands::pool);
 
 // The `count` largest outputs of every row, largest first, ties by lower index: the head of a language model without
 // its logits in memory. values: [num_rows, count] floats; indices: [num_rows, count].

@@ -153,7 +153,7 @@ void bind_encoder(nb::module_& m) {
       nb::kw_only(), "qkv"_a, "out"_a, "up"_a, "down"_a, "attention_norm"_a, "norm"_a, "eps"_a, "heads"_a, "scale"_a,
       "activation"_a, "qkv_bias"_a = nb::none(), "out_bias"_a = nb::none(), "up_bias"_a = nb::none(),
       "down_bias"_a = nb::none(), "attention_norm_bias"_a = nb::none(), "norm_bias"_a = nb::none());
-  m.def("encoder_layer", &encoder_layer, "x"_a, "layer"_a, "lengths"_a = nb::none());
+  m.def("encoder", &encoder, "x"_a, "layers"_a, "lengths"_a = nb::none());
 }
 
 }  // namespace

@@ -156,7 +156,8 @@ struct EncoderParts {
 };
 std::shared_ptr<EncoderSpec> make_encoder_layer(const EncoderParts& parts);
 // x [B, T, hidden] -> like x. lengths int32 [B]: a row's tokens come first, and what lies behind them means nothing.
-array encoder_layer(const array& x, const std::shared_ptr<EncoderSpec>& spec, const Optional& lengths);
+// x [B, T, D] through the layers in turn -> like x, 0 behind `lengths`, int32[B].
+array encoder(const array& x, const std::vector<std::shared_ptr<EncoderSpec>>& layers, const Optional& lengths);
 
 // Shared by the operations.
 std::vector<float> floats_of(const Optional& a);

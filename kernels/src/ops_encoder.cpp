@@ -1,4 +1,4 @@
-// The encoder layer as one MLX primitive.
+// Encoder layers as one MLX primitive.
 #include "bridge.h"
 #include "encoder.h"
 #include "ops.h"
@@ -6,26 +6,29 @@
 namespace mantou {
 namespace {
 
+using Layers = std::vector<std::shared_ptr<const EncoderSpec>>;
+
 class Encoder : public CpuPrimitive {
  public:
-  Encoder(mx::Stream s, std::shared_ptr<const EncoderSpec> spec) : CpuPrimitive(s), spec_(std::move(spec)) {}
-  const char* name() const override { return "MantouEncoderLayer"; }
+  Encoder(mx::Stream s, Layers layers) : CpuPrimitive(s), layers_(std::move(layers)) {}
+  const char* name() const override { return "MantouEncoder"; }
   void eval_cpu(const std::vector<array>& inputs, std::vector<array>& outputs) override {
     allocate(outputs[0]);
-    dispatch(inputs, outputs, [spec = spec_](std::vector<array>& in, std::vector<array>& out) {
+    dispatch(inputs, outputs, [layers = layers_](std::vector<array>& in, std::vector<array>& out) {
       static thread_local Scratch scratch[2];
       EncoderCall c;
+      c.layers = &layers;
       c.x = contiguous(in[0], scratch[0]);
       c.out = out[0].data<uint8_t>();
       c.type = scalar_of(out[0].dtype());
       c.batch = in[0].shape(0), c.tokens = in[0].shape(1);
       if (in.size() > 1) c.lengths = contiguous_as<int32_t>(in[1], scratch[1]);
-      run_encoder_layer(kernels(), *spec, c);
+      run_encoder(kernels(), c);
     });
   }
 
  private:
-  std::shared_ptr<const EncoderSpec> spec_;
+  Layers layers_;
 };
 
 }  // namespace
@@ -43,16 +46,18 @@ std::shared_ptr<EncoderSpec> make_encoder_layer(const EncoderParts& p) {
   return s;
 }
 
-array encoder_layer(const array& x, const std::shared_ptr<EncoderSpec>& spec, const Optional& lengths) {
-  require(spec != nullptr && x.ndim() == 3 && x.shape(2) == spec->qkv->layout.k && x.size() > 0 && is_float(x.dtype()),
-          "encoder_layer: wrong input");
-  require(x.size() / x.shape(2) < (size_t{1} << 24), "encoder_layer: too many rows");
+array encoder(const array& x, const std::vector<std::shared_ptr<EncoderSpec>>& layers, const Optional& lengths) {
+  require(!layers.empty() && x.ndim() == 3 && x.size() > 0 && is_float(x.dtype()), "encoder: wrong input");
+  for (const auto& layer : layers)
+    require(layer != nullptr && layer->qkv->layout.k == x.shape(2), "encoder: a layer has another width than its input");
+  require(x.size() / x.shape(2) < (size_t{1} << 24), "encoder: too many rows");
   std::vector<array> inputs{x};
   if (lengths) {
-    require(lengths->ndim() == 1 && lengths->shape(0) == x.shape(0), "encoder_layer: lengths have one value a row");
+    require(lengths->ndim() == 1 && lengths->shape(0) == x.shape(0), "encoder: lengths have one value a row");
     inputs.push_back(as_type(*lengths, mx::int32));
   }
-  return array(x.shape(), x.dtype(), std::make_shared<Encoder>(cpu_stream(), spec), std::move(inputs));
+  return array(x.shape(), x.dtype(), std::make_shared<Encoder>(cpu_stream(), Layers(layers.begin(), layers.end())),
+               std::move(inputs));
 }
 
 }  // namespace mantou

@@ -46,6 +46,8 @@ double cgroup_cpus() {
 constexpr double kLongSpinUs = 200, kShortSpinUs = 10;
 // A pause between two looks at the clock that can only mean that the system ran somebody else on this core.
 constexpr double kDescheduledUs = 300;
+// A helper's last chunk may take that many times what its guessed cost says before it counts as such a pause.
+constexpr double kGuess = 4;
 // How long the caller works alone after it had to wait that long for a helper.
 constexpr double kFirstRetryUs = 5e3, kLastRetryUs = 160e3;
 // A step begins while the thread that launches it still runs. With no core to spare, a helper woken then queues behind
@@ -87,7 +89,7 @@ void Pool::resize(int num_threads) {
   for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this] { help(); });
 }
 
-void Pool::share(int items, int chunk, Body body, void* context) {
+void Pool::share(int items, int chunk, double chunk_us, Body body, void* context) {
   const uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
   // Close the old ticket before its fields change: a late helper that reads a new field must fail its exchange, or it
   // would take an item that the old job never had. The fences pair with the one in take_chunks.
@@ -102,7 +104,7 @@ void Pool::share(int items, int chunk, Body body, void* context) {
   epoch_.store(epoch, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) epoch_.notify_all();
   take_chunks(epoch);
-  wait_for_helpers();
+  wait_for_helpers(chunk_us);
 }
 
 void Pool::take_chunks(uint32_t epoch) {
@@ -129,7 +131,7 @@ void Pool::take_chunks(uint32_t epoch) {
 
 // The caller waits only for chunks in progress. A helper that runs needs microseconds; one that was descheduled
 // inside a chunk may sit on this very core's queue, so yield, and then sleep rather than burn its time.
-void Pool::wait_for_helpers() {
+void Pool::wait_for_helpers(double chunk_us) {
   for (int i = 0; i < 500; ++i) {
     if (unfinished_.load(std::memory_order_acquire) == 0) return;
     pause();
@@ -145,7 +147,7 @@ void Pool::wait_for_helpers() {
     caller_sleeps_.store(false, std::memory_order_relaxed);
   }
   const double now = now_us();
-  if (now - start < kDescheduledUs) return;
+  if (now - start < kDescheduledUs + kGuess * chunk_us) return;
   // Stalls that come back soon mean that another program keeps the core: try it again at growing intervals.
   alone_for_us_ = now - last_stall_us_ < 2 * alone_for_us_ + kFirstRetryUs ? std::min(2 * alone_for_us_, kLastRetryUs)
                                                                             : kFirstRetryUs;

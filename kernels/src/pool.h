@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <mutex>
 #include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace mantou {
@@ -35,7 +37,8 @@ class Pool {
       f(0, items);  // also when another stream's thread holds the pool: its helpers are busy anyway
       return;
     }
-    share(items, chunk, [](void* context, int begin, int end) { (*static_cast<F*>(context))(begin, end); }, &f);
+    share(items, chunk, cost_us * chunk / items,
+          [](void* body, int begin, int end) { (*static_cast<std::remove_reference_t<F>*>(body))(begin, end); }, &f);
   }
 
   // Bytes that the next jobs read: helpers ask memory for them while they have nothing to do. A hint; it may be ignored.
@@ -48,9 +51,9 @@ class Pool {
   using Body = void (*)(void*, int, int);
   static constexpr double kMinSharedUs = 4.0;
 
-  void share(int items, int chunk, Body body, void* context);
+  void share(int items, int chunk, double chunk_us, Body body, void* context);
   void take_chunks(uint32_t epoch);
-  void wait_for_helpers();
+  void wait_for_helpers(double chunk_us);
   bool core_is_taken();
   bool too_early(double cost_us);
   void help();
@@ -77,5 +80,13 @@ class Pool {
   alignas(64) std::atomic<const char*> warm_end_{nullptr};
   std::atomic<ptrdiff_t> warm_left_{0};  // a helper may lower it late: what it then fetches is still no more than asked
 };
+
+// Who does the items of a job: the pool's threads, or the calling thread alone, which may be inside a job itself.
+enum class Hands { pool, own };
+
+template <class F>
+void run_with(Hands hands, int items, int chunk, double cost_us, F&& f) {
+  hands == Hands::own ? f(0, items) : Pool::instance().run(items, chunk, cost_us, std::forward<F>(f));
+}
 
 }  // namespace mantou

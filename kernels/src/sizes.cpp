@@ -4,7 +4,7 @@
 namespace mantou {
 
 size_t tile_bytes(const Layout& l, int tokens) {
-  const size_t t = l.form == Form::dense ? (tokens + 11) / 12 * 12 : tokens;  // micro-tiles of 6 or 12 (dense.inl)
+  const size_t t = tokens;
   return l.form == Form::dense ? l.k_padded * t * 4 : static_cast<size_t>(l.k / kUnit) * t * (64 + 8);
 }
 

@@ -1,4 +1,4 @@
-"""BERT's layer as one primitive: the bits of the separate operations, whatever else is in the batch."""
+"""BERT's layers as one primitive: the bits of the separate operations, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from mantou.models.encoders.bert import Bert
 from mantou.models.encoders.layers import key_mask
 from mantou.models.ops.cpu import CpuOps
-from mantou.models.ops.encoder_layers import FusedEncoderLayer
+from mantou.models.ops.encoder_layers import FusedEncoder
+from mantou.models.ops.extension import kernels
 
 WIDTH = 19
 CONFIG = {
@@ -39,21 +40,41 @@ def hidden(model: Bert, tokens: np.ndarray, lengths: list[int]) -> np.ndarray:
     return np.array(found.astype(mx.float32))
 
 
+def separately(fused: FusedEncoder, x: mx.array, mask: mx.array | None) -> mx.array:
+    for block in fused.blocks:
+        x = block(x, mask)
+    return x
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-def test_one_primitive_gives_the_bits_of_the_separate_operations(isa: str, dtype: mx.Dtype) -> None:
-    model = encoder(dtype)
-    x = mx.random.normal((5, WIDTH, 96)).astype(dtype)
-    lengths = mx.array([19, 3, 7, 19, 12])
-    mask = key_mask(lengths, WIDTH)
-    inside = np.arange(WIDTH) < np.array(lengths)[:, None]
-    for layer in model.layers:
-        assert isinstance(layer, FusedEncoderLayer)
-        for given, chosen in ((mask, inside), (None, np.ones_like(inside))):
-            ours, theirs = layer(x, given), layer.block(x, given)
-            assert ours.dtype == theirs.dtype == dtype
-            found, want = (np.array(a.astype(mx.float32)) for a in (ours, theirs))
-            assert np.isfinite(found).all()
-            assert np.array_equal(found[chosen], want[chosen])
+# Rows by the dozen: few, of which threads share the weights; in one long text; in texts enough for each thread.
+@pytest.mark.parametrize("lengths", [[5, 2], [19, 3, 7, 19, 12], [70], [19, 0, 7] * 8])
+def test_one_primitive_gives_the_bits_of_the_separate_operations(
+    isa: str, threads: int, dtype: mx.Dtype, lengths: list[int]
+) -> None:
+    (layers,) = encoder(dtype).layers
+    assert isinstance(layers, FusedEncoder)
+    width = max(lengths)
+    x = mx.random.normal((len(lengths), width, 96)).astype(dtype)
+    inside = np.arange(width) < np.array(lengths)[:, None]
+    for mask, chosen in ((key_mask(mx.array(lengths), width), inside), (None, np.ones_like(inside))):
+        ours, theirs = layers(x, mask), separately(layers, x, mask)
+        assert ours.dtype == theirs.dtype == dtype
+        found, want = (np.array(a.astype(mx.float32)) for a in (ours, theirs))
+        assert np.array_equal(found[chosen], want[chosen])
+        assert not found[~chosen].any()
+
+
+def test_a_length_beyond_the_row_and_another_width_are_refused() -> None:
+    (layers,) = encoder(mx.float32).layers
+    assert isinstance(layers, FusedEncoder)
+    specs, x = layers._fused, mx.zeros((2, WIDTH, 96))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(Exception, match="row 1 has 20 of 19 tokens"):
+        mx.eval(kernels.encoder(x, specs, mx.array([3, 20])))
+    with pytest.raises(Exception, match="another width"):
+        kernels.encoder(mx.zeros((2, WIDTH, 80)), specs)
+    with pytest.raises(Exception, match="one value a row"):
+        kernels.encoder(x, specs, mx.array([3]))
 
 
 def test_neighbours_and_padding_change_no_bit_of_a_row(isa: str) -> None:
@@ -67,9 +88,9 @@ def test_neighbours_and_padding_change_no_bit_of_a_row(isa: str) -> None:
 
 
 def test_another_activation_and_another_dtype_keep_the_separate_operations() -> None:
-    assert not any(
-        isinstance(one, FusedEncoderLayer) for one in encoder(mx.float32, hidden_act="relu").layers
-    )
-    layer = encoder(mx.bfloat16).layers[0]
+    other = encoder(mx.float32, hidden_act="relu")
+    assert not any(isinstance(one, FusedEncoder) for one in other.layers)
+    (layers,) = encoder(mx.bfloat16).layers
+    assert isinstance(layers, FusedEncoder)
     x = mx.random.normal((1, WIDTH, 96))
-    assert layer(x, None).dtype == layer.block(x, None).dtype == mx.float32
+    assert layers(x, None).dtype == separately(layers, x, None).dtype == mx.float32

@@ -1,7 +1,6 @@
-"""BERT's layers as one primitive each. Knows that one graph of ours by its class; decoders are fused by structure.
+"""BERT's layers as one primitive. Knows that one graph of ours by its class; decoders are fused by structure.
 
-Between the products of a layer lie sums, norms and an activation whose arrays are as large as the hidden state. As
-single operations they cost a fourth of the time, most of it in pages that the system clears for every result.
+A thread takes some of the texts through all layers, so that their values stay in its cache and the threads meet once.
 """
 
 from __future__ import annotations
@@ -18,39 +17,47 @@ from mantou.models.ops.extension import kernels
 _PRODUCTS = {"qkv": "qkv", "out": "attention_out", "up": "up", "down": "down"}
 
 
-class FusedEncoderLayer(nn.Module):
-    """A layer that runs as one primitive where the input has the weights' type. The layer itself stays for the rest."""
+class FusedEncoder(nn.Module):
+    """Layers that run as one primitive where the input has the weights' type. The layers stay for the rest."""
 
-    def __init__(self, block: Layer, fused: Any, dtype: mx.Dtype) -> None:
+    def __init__(self, blocks: list[Layer], fused: list[Any], dtype: mx.Dtype) -> None:
         super().__init__()
-        self.block = block
+        self.blocks = blocks
         self._fused = fused
         self._dtype = dtype
 
     def __call__(self, x: mx.array, mask: mx.array | None) -> mx.array:
+        """x [B, T, D], mask as of `Layer` -> like x; behind a row's tokens it is 0."""
         if x.dtype != self._dtype:
-            return self.block(x, mask)
+            for block in self.blocks:
+                x = block(x, mask)
+            return x
         # The mask says how many tokens a row has (layers.py `key_mask`).
         lengths = None if mask is None else mask[:, 0, 0].sum(axis=-1).astype(mx.int32)
-        return kernels.encoder_layer(x, self._fused, lengths)
+        return kernels.encoder(x, self._fused, lengths)
 
 
 def fuse_encoder_layers(model: nn.Module) -> int:
-    """Replaces what can be fused, after the weights are packed. Returns how many layers became one primitive."""
+    """Replaces lists of layers that can all be fused, after the weights are packed. Returns how many layers."""
     count = 0
     for _, module in model.named_modules():
         for child in module.values():
-            if not isinstance(child, list):
-                continue
-            for index, block in enumerate(child):
-                fused = _fused(block) if type(block) is Layer else None
-                if fused is not None:
-                    child[index] = fused
-                    count += 1
+            if isinstance(child, list) and child and all(type(block) is Layer for block in child):
+                fused = _fused(child[:])
+                count += len(child) if fused is not None else 0
+                child[:] = child if fused is None else [fused]
     return count
 
 
-def _fused(block: Layer) -> FusedEncoderLayer | None:
+def _fused(blocks: list[Layer]) -> FusedEncoder | None:
+    layers = [layer for layer in map(_fused_layer, blocks) if layer is not None]
+    dtypes = {dtype for _, dtype in layers}
+    if len(layers) < len(blocks) or len(dtypes) != 1:
+        return None
+    return FusedEncoder(blocks, [layer for layer, _ in layers], dtypes.pop())
+
+
+def _fused_layer(block: Layer) -> tuple[Any, mx.Dtype] | None:
     products = {name: block[own] for name, own in _PRODUCTS.items()}
     norms = block.attention_norm, block.norm
     if not all(type(product) is modules.PackedLinear for product in products.values()):
@@ -71,4 +78,4 @@ def _fused(block: Layer) -> FusedEncoderLayer | None:
         scale=mx.array(block.scale, dtype).item(),  # as attention by itself rounds it
         activation="gelu_erf",
     )
-    return FusedEncoderLayer(block, fused, dtype)
+    return fused, dtype

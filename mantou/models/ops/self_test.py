@@ -144,6 +144,55 @@ def _attention_cases(plain: MxFast) -> Iterator[Case]:
     )
 
 
+def _encoder_cases() -> Iterator[Case]:
+    width, inner, heads, tokens = 32, 48, 2, 21
+    x = _normal(3, tokens, width)
+    scales = {"qkv": (3 * width, width), "out": (width, width), "up": (inner, width), "down": (width, inner)}
+    products = {name: _normal(*shape, seed=i) * 0.2 for i, (name, shape) in enumerate(scales.items())}
+    biases = {
+        name: _normal(product.shape[0], seed=9 + i) for i, (name, product) in enumerate(products.items())
+    }
+    norm = [_normal(width, seed=20 + i) for i in range(4)]
+
+    def normed(y: mx.array, weight: mx.array, bias: mx.array) -> mx.array:
+        y = y - y.mean(axis=-1, keepdims=True)
+        return y * mx.rsqrt((y * y).mean(axis=-1, keepdims=True) + 1e-5) * weight + bias
+
+    def plain() -> mx.array:
+        y, scale = x, (width // heads) ** -0.5
+        for _ in range(2):
+            qkv = (y @ products["qkv"].T + biases["qkv"]).reshape(3, tokens, 3, heads, width // heads)
+            q, k, v = (qkv[:, :, i].swapaxes(1, 2) for i in range(3))
+            seen = (mx.softmax(scale * (q @ k.swapaxes(-1, -2)), axis=-1) @ v).swapaxes(1, 2).flatten(2)
+            h = normed(y + seen @ products["out"].T + biases["out"], *norm[:2])
+            up = h @ products["up"].T + biases["up"]
+            up = 0.5 * up * (1 + mx.erf(up * 0.7071067812))
+            y = normed(h + up @ products["down"].T + biases["down"], *norm[2:])
+        return y
+
+    layer = kernels.make_encoder_layer(
+        **{name: kernels.pack_dense([product])[0] for name, product in products.items()},
+        **{f"{name}_bias": bias for name, bias in biases.items()},
+        attention_norm=norm[0],
+        attention_norm_bias=norm[1],
+        norm=norm[2],
+        norm_bias=norm[3],
+        eps=1e-5,
+        heads=heads,
+        scale=(width // heads) ** -0.5,
+        activation="gelu_erf",
+    )
+    yield "encoder", _EXACT, lambda: (kernels.encoder(x, [layer, layer]), plain())
+    lengths = mx.array([21, 4, 13])
+    inside = (mx.arange(tokens) < lengths[:, None])[..., None]
+
+    def alone() -> mx.array:
+        rows = [kernels.encoder(x[b : b + 1, :n], [layer]) for b, n in enumerate((21, 4, 13))]
+        return mx.concatenate([mx.pad(row, [(0, 0), (0, tokens - row.shape[1]), (0, 0)]) for row in rows])
+
+    yield "encoder of rows", 0.0, lambda: (mx.where(inside, kernels.encoder(x, [layer], lengths), 0), alone())
+
+
 def _scan_cases() -> Iterator[Case]:
     q, k, v = _normal(2, 3, 2, 32), _normal(2, 3, 2, 32, seed=1), _normal(2, 3, 4, 8, seed=2)
     g, beta = mx.sigmoid(_normal(2, 3, 4, seed=3)), mx.sigmoid(_normal(2, 3, 4, seed=4))
@@ -207,7 +256,7 @@ def _draw_cases() -> Iterator[Case]:
 def self_test(plain: MxFast = PLAIN) -> str | None:
     """None when every primitive agrees with plain MLX, else one clause that names the first which does not."""
     cases = [*_linear_cases(), *_expert_cases(), *_row_cases(plain), *_attention_cases(plain), *_scan_cases()]
-    cases.extend(_draw_cases())
+    cases.extend([*_encoder_cases(), *_draw_cases()])
     for name, limit, run in cases:
         ours, theirs = run()
         error = _error(ours, theirs)
