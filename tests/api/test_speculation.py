@@ -115,7 +115,7 @@ def test_a_wrong_wish_is_one_sentence(server: Server, body: dict[str, Any], mess
         ({"draft_kind": "model"}, "--draft-kind model needs --draft-model"),
         (
             {"draft_kind": "wish"},
-            "--draft-kind takes ngram, auto, model, eagle, eagle3, dspark, mtp, assistant, off",
+            "--draft-kind takes ngram, auto, model, eagle, eagle3, dspark, dflash2, mtp, assistant, off",
         ),
         ({"draft_kind": "eagle"}, "--draft-kind eagle needs --draft-model"),
         ({"draft_kind": "mtp", "mtp": False}, "what --mtp off turns off"),

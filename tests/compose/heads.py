@@ -17,6 +17,7 @@ from mantou.protocols import CacheKey
 from mantou.sampling.sampler import DeviceSampler
 from mantou.spec.cost import StepCosts
 from mantou.spec.heads.assistant import Assistant
+from mantou.spec.heads.dflash2 import DFlash2
 from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
@@ -135,15 +136,41 @@ def eagle3_folder(family: str, folder: Path) -> Path:
     return write(folder, config, shapes, d2t=ids[:60] - mx.arange(60))
 
 
-def dspark_folder(family: str, folder: Path, *, dflash: bool = False) -> Path:
-    """DeepSpec's layout with both small heads, or DFlash's with neither."""
+def dflash2_folder(family: str, folder: Path, **settings: Any) -> Path:
+    """z-lab's layout, a layer with a window of 6 places and one without; `settings` of its dflash_config."""
     width, layers = target(family).hidden_size, len(model(family).module.layers)
+    groups, taps, rank = width // 16, 3, 8
+    shapes = _block_shapes(width) | {"candidate_selector.hidden_projection.weight": (rank, width)}
+    books = mx.random.normal((2, VOCAB, rank), key=mx.random.key(9))  # wide enough to change an order
+    more = {
+        f"candidate_selector.{of}_codebook": books[i] for i, of in enumerate(("predecessor", "successor"))
+    }
+    for conv in (f"layers.{i}.{of}_conv" for i in range(2) for of in ("attention", "mlp")):
+        shapes |= {f"{conv}.base_kernel": (2, taps, width)}
+        shapes |= {f"{conv}.kernel_projection.weight": (2 * taps * groups, width)}
+    config = llama_config(width, model_type="qwen3", num_hidden_layers=2, is_causal=False)
+    config |= {"architectures": ["DFlash2DraftModel"], "sliding_window": 6}
+    config |= {"layer_types": ["sliding_attention", "full_attention"]}
+    named = {"block_size": 5, "mask_token_id": 4, "target_layer_ids": [0, layers - 1], "selector_rank": rank}
+    named |= {"conv_kernel_size": taps, "conv_group_size": 16, "selector_top_k": 4}
+    return write(folder, {**config, "dflash_config": {**named, **settings}}, shapes, **more)
+
+
+def _block_shapes(width: int) -> dict[str, tuple[int, ...]]:
+    """What all block drafters have, with two layers."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, 2 * width)}
     shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
     for i in range(2):
         shapes |= layer_shapes(f"layers.{i}", width)
         shapes |= {f"layers.{i}.self_attn.{of}_norm.weight": (16,) for of in "qk"}
         shapes[f"layers.{i}.input_layernorm.weight"] = (width,)
+    return shapes
+
+
+def dspark_folder(family: str, folder: Path, *, dflash: bool = False) -> Path:
+    """DeepSpec's layout with both small heads, or DFlash's with neither."""
+    width, layers = target(family).hidden_size, len(model(family).module.layers)
+    shapes = _block_shapes(width)
     config = llama_config(width, model_type="qwen3", num_hidden_layers=2, block_size=5)
     places = {"target_layer_ids": [0, layers - 1], "mask_token_id": 4}
     if dflash:
@@ -207,6 +234,7 @@ def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> Gra
         "eagle3": lambda: Eagle3(eagle3_folder(family, folder), target(family)),
         "dspark": lambda: DSpark(dspark_folder(family, folder), target(family)),
         "dflash": lambda: DSpark(dspark_folder(family, folder, dflash=True), target(family)),
+        "dflash2": lambda: DFlash2(dflash2_folder(family, folder), target(family)),
         "mtp": lambda: Mtp(mtp_folder(family, folder), target(family)),
         "assistant": lambda: Assistant(assistant_folder(family, folder), target(family)),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mantou.protocols import Group
 from mantou.spec.heads.kinds import kind_of, load_head
 from tests.compose.harness import VOCAB, model
 from tests.compose.heads import (
+    dflash2_folder,
     dspark_folder,
     eagle3_folder,
     eagle_folder,
@@ -211,3 +213,191 @@ def test_a_head_that_reads_layers_that_the_model_has_not_is_refused() -> None:
     runner = Runner(model("llama"), make_scheme("off"), max_width=32)
     with pytest.raises(ModelError, match="reads layer 7 of its model, which has 2 layers"):
         runner.tap((0, 7))
+
+
+# ------------------------------------------------------------------ DFlash 2
+SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+WINDOWS = (6, None)
+
+
+class Written:
+    """z-lab/dflash's `DFlash2DraftModel`, written anew in numpy for one row: a context, a block and its greedy path."""
+
+    def __init__(self, folder: Path, causal: bool = False) -> None:
+        read: Any = mx.load(str(folder / "model.safetensors"))
+        self.w = {name: np.array(array, np.float64) for name, array in read.items()}
+        self.causal = causal
+
+    def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * self.w[f"{name}.weight"]
+
+    def turned(self, x: np.ndarray, name: str, positions: np.ndarray) -> np.ndarray:
+        """Heads of 16, normed and rotated."""
+        x = self.norm(x.reshape(len(x), -1, 16), name)
+        angles = (positions[:, None] * 10000.0 ** (-np.arange(0, 16, 2) / 16))[:, None]
+        low, high = x[..., :8], x[..., 8:]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+    def attend(self, layer: int, x: np.ndarray, context: np.ndarray) -> np.ndarray:
+        at, (num, block) = f"layers.{layer}.self_attn", (len(context), len(x))
+        places, both = np.arange(num + block), np.concatenate([context, x])
+        queries = self.turned(x @ self.w[f"{at}.q_proj.weight"].T, f"{at}.q_norm", places[num:])
+        keys = self.turned(both @ self.w[f"{at}.k_proj.weight"].T, f"{at}.k_norm", places)
+        values = (both @ self.w[f"{at}.v_proj.weight"].T).reshape(num + block, -1, 16)
+        back = places[num:, None] - places[None]
+        hidden = (places[None] < num) & (back >= (WINDOWS[layer] or 99))
+        hidden |= (places[None] >= num) & (back < 0) & (self.causal and WINDOWS[layer] is not None)
+        heads: list[np.ndarray] = []
+        for head in range(4):
+            scores = np.where(hidden, -np.inf, queries[:, head] @ keys[:, head // 2].T / 4)
+            chances = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(chances / chances.sum(-1, keepdims=True) @ values[:, head // 2])
+        return np.concatenate(heads, axis=-1) @ self.w[f"{at}.o_proj.weight"].T
+
+    def mixed(self, conv: str, x: np.ndarray, asked: np.ndarray, side: int) -> np.ndarray:
+        found = np.zeros_like(x)
+        for place, tap in np.ndindex(len(x), 3):
+            if tap <= place:
+                kernel = self.w[f"{conv}.base_kernel"][side, tap] + np.repeat(asked[place, side, tap], 16)
+                found[place] += kernel * x[place - tap]
+        return found
+
+    def around(self, conv: str, x: np.ndarray, part: Any) -> np.ndarray:
+        asked = (x @ self.w[f"{conv}.kernel_projection.weight"].T).reshape(len(x), 2, 3, -1)
+        return self.mixed(conv, part(self.mixed(conv, x, asked, 0)), asked, 1)
+
+    def mlp(self, layer: int, x: np.ndarray) -> np.ndarray:
+        at = f"layers.{layer}.mlp"
+        gate = x @ self.w[f"{at}.gate_proj.weight"].T
+        gate = gate / (1 + np.exp(-gate)) * (x @ self.w[f"{at}.up_proj.weight"].T)
+        return gate @ self.w[f"{at}.down_proj.weight"].T
+
+    def block(self, hidden: np.ndarray, embedded: np.ndarray) -> np.ndarray:
+        context, x = self.norm(hidden @ self.w["fc.weight"].T, "hidden_norm"), embedded
+        for i in range(2):
+            normed = self.norm(x, f"layers.{i}.input_layernorm")
+            x = x + self.around(
+                f"layers.{i}.attention_conv", normed, lambda y, i=i: self.attend(i, y, context)
+            )
+            normed = self.norm(x, f"layers.{i}.post_attention_layernorm")
+            x = x + self.around(f"layers.{i}.mlp_conv", normed, lambda y, i=i: self.mlp(i, y))
+        return self.norm(x, "norm")[1:]
+
+    def path(
+        self, features: np.ndarray, logits: np.ndarray, token: int
+    ) -> list[tuple[dict[int, float], int]]:
+        """Of each place the scores of its candidates, and the one that is taken."""
+        found: list[tuple[dict[int, float], int]] = []
+        for place, unary in zip(features, logits, strict=True):
+            near = self.w["candidate_selector.predecessor_codebook"][token]
+            near = near * (self.w["candidate_selector.hidden_projection.weight"] @ place)
+            after = self.w["candidate_selector.successor_codebook"] @ near
+            best = np.argsort(unary)[-4:]
+            scores = {int(one): float(unary[one] + after[one]) for one in best}
+            token = max(scores, key=lambda one: scores[one])
+            found.append((scores, token))
+        return found
+
+
+def rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(changed(json.loads(path.read_text()))))
+
+
+def a_block(folder: Path) -> tuple[Any, mx.array, mx.array]:
+    """A drafter for llama, its block after token 9 in a context of 9 places, and their hidden states [9, D]."""
+    assert kind_of(folder) == "dflash2"
+    head: Any = load_head("dflash2", folder, target("llama"))
+    hidden = mx.random.normal((1, 9, 2 * target("llama").hidden_size), key=mx.random.key(1))
+    head.kv.resize(1)
+    head.kv.begin(Group(0, 9, (9,)))
+    head(mx.zeros((1, 9), mx.int32), hidden)
+    head.kv.commit(Group(0, 9, (9,)), (9,))
+    head.kv.begin(Group(0, 5, (5,)))
+    return head, head.block(mx.array([[9]], mx.int32)), hidden[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": None}, SCALES], ids=["plain", "causal", "scaled"])
+def test_a_dflash_2_block_is_what_its_publisher_computes(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Without its convolutions or its selector it would only be right less often: nothing else would show."""
+    causal = "is_causal" in changes  # then layers with a window look back only
+    folder = dflash2_folder("llama", tmp_path, **({} if causal else changes))
+    if causal:
+        rewrite(folder, lambda config: {n: value for n, value in config.items() if n != "is_causal"})
+    vocabulary = target("llama").vocabulary
+    head, features, hidden = a_block(folder)
+    assert features.shape[1] == head.most == 4
+    written = Written(folder, causal)
+    scale = changes.get("input_embedding_scale", 1.0)
+    embedded = np.array(vocabulary.embed(mx.array([9, 4, 4, 4, 4])), np.float64) * scale
+    expected = written.block(np.array(hidden, np.float64), embedded)
+    np.testing.assert_allclose(np.array(features[0]), expected, atol=2e-4)
+    logits = np.array(vocabulary.project(features)[0], np.float64) * changes.get("output_multiplier", 1.0)
+    if cap := changes.get("final_logit_softcapping"):
+        logits = cap * np.tanh(logits / cap)
+    before, ordered = 9, 0
+    for place, (wanted, token) in enumerate(written.path(expected, logits, before)):
+        scores = np.array(head.scores(features[:, place : place + 1], mx.array([[before]])))[0, 0]
+        assert set(np.flatnonzero(np.isfinite(scores))) == set(wanted)
+        np.testing.assert_allclose(scores[[*wanted]], [*wanted.values()], atol=2e-4)
+        ordered += token != logits[place].argmax()
+        before = token
+    assert ordered, "the selector never chose another token than the likeliest"
+
+
+def test_dflash_2_in_the_packaging_of_speculators_is_the_same_drafter(tmp_path: Path) -> None:
+    _, expected, _ = a_block(dflash2_folder("llama", tmp_path / "plain"))
+    folder = dflash2_folder("llama", tmp_path / "packed")
+
+    def packed(config: dict[str, Any]) -> dict[str, Any]:
+        own = {n: value for n, value in config.pop("dflash_config").items() if n != "target_layer_ids"}
+        own |= {"aux_hidden_state_layer_ids": [0, 1], "sliding_window_non_causal": True}
+        own["speculators_config"] = {"proposal_methods": [{"speculative_tokens": 3}]}  # fewer than it can
+        del config["is_causal"], config["architectures"]
+        return {**own, "speculators_model_type": "dflash2", "transformer_layer_config": config}
+
+    rewrite(folder, packed)
+    head, features, _ = a_block(folder)
+    assert head.most == 4
+    np.testing.assert_array_equal(np.array(features), np.array(expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"conv_kernel_size": None}, "has no conv_kernel_size; this is not a draft head"),
+        (
+            {"conv_group_size": 7},
+            "in groups of 7 channels and 4 candidates, which do not fit blocks of 5 places",
+        ),
+        ({"conv_kernel_size": 6}, "convolutions of 6 places in groups"),
+        ({"selector_top_k": VOCAB + 1}, f"{VOCAB + 1} candidates, which do not fit"),
+        ({"selector_rank": 9}, "do not fit its config.json"),
+        (
+            {"layer_types": ["sliding_attention"]},
+            "layer_types that mantou does not know, or not one for each layer",
+        ),
+        ({"layer_types": ["full_attention", "linear"]}, "layer_types that mantou does not know"),
+        ({"sliding_window": 0}, "has no sliding_window"),
+        ({"is_neox_style": False}, "rotates neighbouring channels"),
+    ],
+)
+def test_a_dflash_2_drafter_that_is_not_whole_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = dflash2_folder("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in settings.items():
+        (config["dflash_config"] if name in config["dflash_config"] else config)[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        load_head("dflash2", folder, target("llama"))
+
+
+def test_a_dflash_2_drafter_of_fewer_tokens_is_refused(tmp_path: Path) -> None:
+    folder = dflash2_folder("llama", tmp_path)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(folder / "model.safetensors"), {**weights, "d2t": mx.zeros(60, mx.int32)})
+    with pytest.raises(ModelError, match="guesses among fewer tokens than its model has"):
+        load_head("dflash2", folder, target("llama"))

@@ -37,6 +37,8 @@ CASES = [
     ("dspark", "llama"),
     ("dspark", "qwen3_5"),
     ("dflash", "gemma3_text"),
+    ("dflash2", "llama"),
+    ("dflash2", "qwen3_5"),
     ("mtp", "qwen3_5"),
     ("mtp", "glm_moe_dsa"),
 ]
@@ -124,9 +126,8 @@ def block_from_scratch(graph: Any, hidden: mx.array, tokens: list[int], count: i
     features = graph.block(mx.array([tokens[-1:]], mx.int32))
     graph.kv.abort()
     for place in range(count):
-        logits = graph.logits(features[:, place : place + 1])
-        bias = graph.bias(mx.array([[*tokens, *said][-1:]], mx.int32))
-        best = int(mx.argmax(logits if bias is None else logits + bias, axis=-1).item())
+        before = mx.array([[*tokens, *said][-1:]], mx.int32)
+        best = int(mx.argmax(graph.scores(features[:, place : place + 1], before), axis=-1).item())
         said.append(best if graph.ids is None else int(graph.ids[best].item()))
     return said
 

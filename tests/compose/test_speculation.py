@@ -25,6 +25,7 @@ from mantou.spec.ngram import NGram
 from mantou.spec.none import NoDraft
 from tests.compose.drafts import flat_costs, make_provider, model_draft
 from tests.compose.harness import VOCAB, Case, Outcome, make_step, model, prompts, requests, run
+from tests.compose.restarts import InOrder, Restartable
 from tests.fakes import ConstraintsFor, DictStore, Forced, NoisyOracle
 
 GREEDY = Sampling()
@@ -206,6 +207,45 @@ def test_a_draft_model_reads_a_prompt_that_it_has_seen_from_the_prefix_store(
         assert accepted(outcome) == 1.0
         assert (not fed) if seen_before else sum(fed) > 100
         store.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("family", "order"),
+    [
+        ("llama", "r0, draft r0, r1, draft r1"),  # a row's draft comes before the other row's own
+        ("llama", "r0, r1, draft r1, draft r0"),  # or after it, and r0 has decoded alone meanwhile
+        ("qwen3_5", "r0, r1, draft r1, draft r0"),
+    ],
+)
+def test_after_a_restart_either_ticket_may_come_back_first(
+    family: str, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft's ticket is asked for once its own row runs, so it can only be early or late beside another row's."""
+    fed: list[int] = []
+    catch_up = ModelDraft._catch_up
+    monkeypatch.setattr(
+        ModelDraft, "_catch_up", lambda *args: (fed.append(len(args[2].tokens)), catch_up(*args))[1]
+    )
+    disk = Restartable(recurrent=family == "qwen3_5")
+    turns = [Request(f"r{i}", prompts()[3][i:], GREEDY, max_tokens=9) for i in range(2)]
+    plain = run(Case(family), turns).tokens
+    first = Case(family, rows=2, store=disk, provider=model_draft(family, disk, noise=0.0), pipelined=False)
+    assert run(first, turns).tokens == plain
+    assert fed
+    fed.clear()
+    disk.restart()
+    turns = [replace(turn, prompt=(*turn.prompt, *plain[turn.id], 1, 2, 3), max_tokens=24) for turn in turns]
+    names = order.split(", ")
+    store = InOrder(disk, {turn.id: turn.prompt for turn in turns}, names)
+    provider = model_draft(family, store, noise=0.0)
+    outcome = run(Case(family, rows=2, store=store, provider=provider, pipelined=False), turns)
+    assert outcome.tokens == run(Case(family), turns).tokens
+    assert store.used == names
+    assert accepted(outcome) == 1.0
+    assert outcome.step.counters.accepted_tokens > 12
+    assert not fed, "what came back is not read again"
+    assert disk.hits == 4
+    disk.close()
 
 
 def test_rows_leave_nothing_in_a_draft_model() -> None:

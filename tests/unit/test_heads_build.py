@@ -17,7 +17,14 @@ from mantou.data import ModelInfo, Request, Sampling
 from mantou.engine.step import Step
 from mantou.errors import ConfigError, ModelError
 from tests.compose.families import FAMILIES, tiny
-from tests.compose.heads import assistant_folder, dspark_folder, eagle3_folder, eagle_folder, mtp_folder
+from tests.compose.heads import (
+    assistant_folder,
+    dflash2_folder,
+    dspark_folder,
+    eagle3_folder,
+    eagle_folder,
+    mtp_folder,
+)
 
 PROMPT = tuple(range(3, 40))
 
@@ -56,14 +63,14 @@ def answer(step: Step) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("writer", [eagle_folder, eagle3_folder, dspark_folder])
+@pytest.mark.parametrize("writer", [eagle_folder, eagle3_folder, dspark_folder, dflash2_folder])
 def test_a_head_is_known_by_its_weights_and_changes_no_answer(
     writer: Any, llama: Path, tmp_path: Path
 ) -> None:
     head = writer("llama", tmp_path / "head")
     plain, _ = load(llama, tmp_path, draft_kind="off")
     step, info = load(llama, tmp_path, draft_model=str(head))
-    kind = {eagle_folder: "eagle", eagle3_folder: "eagle3", dspark_folder: "dspark"}[writer]
+    kind = writer.__name__.removesuffix("_folder")
     assert kind in info.extra["draft_kinds"]
     assert f"{kind} head head" in str(info.extra["drafts"])
     assert answer(step) == answer(plain)

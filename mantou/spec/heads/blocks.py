@@ -28,7 +28,7 @@ class BlockGraph(HeadGraph, Protocol):
         ...
 
     def block(self, last: mx.array) -> mx.array: ...
-    def bias(self, before: mx.array) -> mx.array | None: ...
+    def scores(self, features: mx.array, before: mx.array) -> mx.array: ...
     def confidence(self, features: mx.array, before: mx.array) -> mx.array | None: ...
 
 
@@ -56,8 +56,7 @@ class BlockDraft(HeadDraft):
         sources: list[mx.array] = []
         for step in range(max(one[1].paid for one in by_slot if one)):
             own = features[:, step : step + 1]
-            logits, bias = graph.logits(own), graph.bias(before)
-            logits = logits if bias is None else logits + bias.astype(logits.dtype)
+            logits = graph.scores(own, before)
             likely = graph.confidence(own, before)
             if likely is None:
                 likely = mx.exp(mx.max(logits, axis=-1) - mx.logsumexp(logits, axis=-1))

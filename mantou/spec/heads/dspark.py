@@ -6,11 +6,13 @@ place a token. A block holds the last known token and then masks; its places see
 `markov_head` adds what the token before says of the next one, and `confidence_head` says how far the guesses hold.
 Embedding and `lm_head` are the head's own where it brings them. Only the family with Qwen3's layers is read. DFlash
 (arXiv:2602.06036) has neither of the two small heads, guesses nothing at the known token's own place, and may have
-been trained with windows: these are not applied, which costs acceptance in contexts that are longer.
+been trained with windows: these are not applied, which costs acceptance in contexts that are longer. DFlash 2 is a
+sibling (`dflash2.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from mantou.spec.heads.parts import Checkpoint, Target, draft_ids, fewer_tokens,
 
 _SKIPPED = ("t2d", "d2t", "rotary_emb.inv_freq")
 _KNOWN = ("qwen3", "dspark", "dspark_qwen3")
-_FOREIGN = ("layer_scalar", "log_snr", "sink", "selector", "conv")  # parts of other families and of DFlash 2
+FOREIGN = ("layer_scalar", "log_snr", "sink")  # parts of other families
+_NEWER = ("selector", "conv")  # and of DFlash 2
 
 
 class _Attention(nn.Module):
@@ -54,7 +57,7 @@ class _Attention(nn.Module):
         return self["o_proj"](out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     def __init__(self, args: Any, qwen3: Any) -> None:
         super().__init__()
         self.self_attn: Any = _Attention(args, qwen3)
@@ -67,7 +70,7 @@ class _Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class _Parts(nn.Module):
+class Parts(nn.Module):
     def __init__(self, checkpoint: Checkpoint, weights: dict[str, mx.array], num_taps: int) -> None:
         super().__init__()
         qwen3 = family_module("qwen3")
@@ -75,7 +78,7 @@ class _Parts(nn.Module):
         width, self.args = args.hidden_size, args
         self.fc = nn.Linear(num_taps * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
-        self.layers = [_Layer(args, qwen3) for _ in range(args.num_hidden_layers)]
+        self.layers = [Layer(args, qwen3) for _ in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, eps=args.rms_norm_eps)
         if "embed_tokens.weight" in weights:
             self.embed_tokens = nn.Embedding(args.vocab_size, width)
@@ -111,18 +114,20 @@ class DSpark:
     """A `BlockGraph`."""
 
     kind = "dspark"
+    foreign = (*FOREIGN, *_NEWER)  # in names of weights that this kind does not read
 
     def __init__(self, folder: Path, target: Target) -> None:
         read = Checkpoint.read(folder)
-        checkpoint = Checkpoint(folder, {**read.config, **_backbone(read)}, read.weights)
+        settings = {**read.config, **(read.config.get("dflash_config") or {})}
+        read = Checkpoint(folder, settings, read.weights)
+        checkpoint = Checkpoint(folder, {**settings, **_backbone(read)}, read.weights)
         checkpoint.check(target)
         layers = (read.config.get("transformer_layer_config") or read.config).get("model_type")
-        if layers not in _KNOWN or any(part in name for name in read.weights for part in _FOREIGN):
+        if layers not in _KNOWN or any(part in name for name in read.weights for part in self.foreign):
             raise ModelError(
                 f"{folder} is a block drafter with layers of the kind {layers}, and mantou reads plain ones of Qwen3; "
                 "choose another drafter."
             )
-        settings = {**read.config, **(read.config.get("dflash_config") or {})}
         named = settings.get("target_layer_ids") or settings.get("aux_hidden_state_layer_ids")
         if not named or "fc.weight" not in read.weights:
             raise ModelError(
@@ -133,7 +138,7 @@ class DSpark:
         self.block_size, self._mask_token = read.size("block_size"), int(settings.get("mask_token_id") or 0)
         self._first = _first_slot(read)
         weights = {n: w for n, w in read.weights.items() if not n.endswith(_SKIPPED)}
-        self._module: Any = _Parts(checkpoint, weights, len(self.taps))
+        self._module: Any = self._parts(checkpoint, weights)
         checkpoint.load_into(self._module, weights)
         if self.ids is not None and "lm_head" not in self._module:
             self._module.lm_head = fewer_tokens(target, self.ids)
@@ -146,6 +151,9 @@ class DSpark:
         finish(self._module, target)
         self._embed = self._module.get("embed_tokens", target.vocabulary.embed)
         self._project = self._module.get("lm_head", target.vocabulary.project)
+
+    def _parts(self, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> Parts:
+        return Parts(checkpoint, weights, len(self.taps))
 
     @property
     def most(self) -> int:
@@ -166,15 +174,28 @@ class DSpark:
         )
         geometry = self.kv.geometry
         assert geometry is not None
-        columns = mx.arange(geometry.span, dtype=mx.int32)[None, None, None]
-        mask = columns <= geometry.positions[:, -1:][:, None, None]  # the whole block, in both directions
-        x = self._embed(tokens)
-        for layer, cache in zip(self._module.layers, self.kv.caches, strict=True):
+        x = self._embedded(tokens)
+        masks = self._masks(geometry.span, geometry.positions)
+        for layer, mask, cache in zip(self._module.layers, masks, self.kv.caches, strict=True):
             x = layer(x, mask, cache)
         return self._module.norm(x)[:, self._first :]
 
+    def _embedded(self, tokens: mx.array) -> mx.array:
+        return self._embed(tokens)
+
+    def _masks(self, span: int, positions: mx.array) -> Sequence[mx.array]:
+        """What each layer sees of `span` columns from a block at `positions` int32[B, T]: bool[B, 1, 1 or T, span]."""
+        columns = mx.arange(span, dtype=mx.int32)[None, None, None]
+        mask = columns <= positions[:, -1:][:, None, None]  # the whole block, in both directions
+        return [mask] * len(self._module.layers)
+
     def logits(self, features: mx.array) -> mx.array:
         return self._project(features)
+
+    def scores(self, features: mx.array, before: mx.array) -> mx.array:
+        """[B, 1, D] and the token before each guess, int32[B, 1] -> what the guess is drawn from [B, 1, N]."""
+        logits, bias = self.logits(features), self.bias(before)
+        return logits if bias is None else logits + bias.astype(logits.dtype)
 
     def bias(self, before: mx.array) -> mx.array | None:
         """int32[B, 1], the token before a guess -> what that adds to its logits [B, 1, N]."""

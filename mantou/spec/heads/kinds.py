@@ -15,6 +15,7 @@ from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
 from mantou.spec.heads.assistant import Assistant
 from mantou.spec.heads.blocks import BlockDraft, BlockGraph
+from mantou.spec.heads.dflash2 import DFlash2
 from mantou.spec.heads.donors import DonorDraft
 from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
@@ -27,7 +28,7 @@ from mantou.spec.heads.provider import HeadDraft, HeadGraph
 Graph = HeadGraph | Assistant
 MODEL = "model"
 MTP = "mtp"  # the only kind that a model's own folder may hold
-BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark}
+BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark, "dflash2": DFlash2}
 HEADS: Mapping[str, Callable[[Path, Target], Graph]] = {
     "eagle": Eagle,
     "eagle3": Eagle3,
@@ -40,6 +41,7 @@ _SIGNS = {
     "pre_projection.weight": "assistant",
     "midlayer.hidden_norm.weight": "eagle3",
     "layers.0.hidden_norm.weight": "eagle3",
+    "candidate_selector.hidden_projection.weight": "dflash2",
     "hidden_norm.weight": "dspark",
     "fc.weight": "eagle",
 }
