@@ -24,6 +24,7 @@ from tests.compose.harness import Case, model, requests, run, scheme
 from tests.compose.heads import head_draft
 from tests.compose.test_matrix import (
     ARRIVALS,
+    NUM_TOKENS,
     check,
     constraints,
     make_store,
@@ -191,7 +192,7 @@ def test_cells_of_the_matrix(number: int) -> None:
     cell = CELLS[number]
     sampler = ("greedy", "mixed")[number % 2]
     expected, expected_next = reference(FAMILY, sampler, cell["codec"], cell["constraint"])
-    first, store = requests(wishes(sampler)), make_store(cell["store"], FAMILY)
+    first, store = requests(wishes(sampler), NUM_TOKENS), make_store(cell["store"], FAMILY)
     case = Case(
         FAMILY,
         rows=cell["rows"],

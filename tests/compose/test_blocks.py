@@ -18,6 +18,7 @@ from tests.compose.harness import Case, requests, run
 from tests.compose.heads import head_draft
 from tests.compose.test_matrix import (
     ARRIVALS,
+    NUM_TOKENS,
     check,
     constraints,
     make_store,
@@ -37,7 +38,7 @@ def test_cells_of_the_matrix(number: int) -> None:
     cell = CELLS[number]
     family, sampler = "llama", ("mixed", "greedy")[number % 2]
     expected, expected_next = reference(family, sampler, cell["codec"], cell["constraint"])
-    first, store = requests(wishes(sampler)), make_store(cell["store"], family)
+    first, store = requests(wishes(sampler), NUM_TOKENS), make_store(cell["store"], family)
     provider = cast(BlockDraft, head_draft("dflash2", family, store, num_tokens=3))
     case = Case(
         family,
