@@ -84,7 +84,12 @@ def _candidates(module: nn.Module) -> list[tuple[nn.Module, str, type]]:
 
 
 def install(module: Any) -> Selection | None:
-    """Wraps the head of a loaded graph. None if none of its modules is the head: then all positions project."""
+    """Wraps the head of a loaded graph. None if none of its modules is the head: then all positions project.
+
+    A selection that was installed before is taken out: a graph has the one of its newest runner.
+    """
+    for parent, name, _ in _candidates(module):
+        parent[name] = _unwrapped(parent[name])
     selection = Selection()
     tokens = mx.zeros((1, 2), mx.int32)
     for parent, name, wrapper in _candidates(module):

@@ -74,6 +74,7 @@ class Runner:
             write_rows=write_rows,
             pages=pages,
         )
+        taps.remove(model.module)
         self._selection: Selection | None = install(model.module)
         self._taps: taps.Taps | None = None
         if self.recurrent:

@@ -53,7 +53,11 @@ class TappedLayer(nn.Module):
 
 
 def install(module: Any, places: Sequence[int]) -> Taps:
-    """Taps the outputs of some of a graph's layers. Raises ModelError if they are not a list in it."""
+    """Taps the outputs of some of a graph's layers, and of no others any more.
+
+    Raises ModelError if they are not a list in it.
+    """
+    remove(module)
     layers = list(module.layers)
     taps = Taps(places)
     for place in sorted(set(places)):
@@ -68,6 +72,20 @@ def install(module: Any, places: Sequence[int]) -> Taps:
             link(False)  # a fused layer that waits for the next one gives no array
         container[index] = TappedLayer(layers[place], taps, place)
     return taps
+
+
+def remove(module: Any) -> None:
+    """Takes out all taps, whoever installed them."""
+    for _, parent in module.named_modules():
+        for child in parent.values():
+            if isinstance(child, list):
+                child[:] = [_untapped(member) for member in child]
+
+
+def _untapped(layer: Any) -> Any:
+    while isinstance(layer, TappedLayer):
+        layer = layer.inner
+    return layer
 
 
 def _holder(module: nn.Module, layer: Any) -> tuple[list[Any], int] | None:

@@ -50,6 +50,11 @@ def model(family: str, seed: int = 0) -> LoadedModel:
     return describe(tiny(family, seed), FAMILIES[family], capabilities(family))
 
 
+def own_model(family: str) -> LoadedModel:
+    """Another graph with the weights of `model`, for a runner beside that of a Step: a graph serves the newest one."""
+    return describe(tiny(family, 0), FAMILIES[family], capabilities(family))
+
+
 @dataclass(frozen=True)
 class Case:
     """One cell of the matrix. The defaults are the plain single-row run that every other cell must equal."""

@@ -27,11 +27,11 @@ from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
 
 from .families import FAMILIES
-from .harness import VOCAB, model
+from .harness import VOCAB, model, own_model
 
 
 def target(family: str) -> Target:
-    runner = Runner(model(family), make_scheme("off"), max_width=32)
+    runner = Runner(own_model(family), make_scheme("off"), max_width=32)
     return Target(
         family,
         VOCAB,

@@ -20,7 +20,7 @@ from mantou.spec.heads.assistant import Assistant, Context
 from mantou.spec.heads.donors import DonorDraft
 from tests.compose.axes import wishes
 from tests.compose.drafts import flat_costs
-from tests.compose.harness import Case, model, requests, run, scheme
+from tests.compose.harness import Case, model, own_model, requests, run, scheme
 from tests.compose.heads import head_draft
 from tests.compose.test_matrix import (
     ARRIVALS,
@@ -68,14 +68,20 @@ def other_graph(family: str) -> Assistant:
     return cast(DonorDraft, head_draft("assistant", family)).graph
 
 
+@cache
+def reader(family: str) -> Runner:
+    runner = Runner(own_model(family), scheme("off"))
+    runner.capture_hidden()
+    return runner
+
+
 def from_scratch(family: str, tokens: list[int], count: int) -> list[int]:
     from mlx_lm.models.cache import KVCache
 
     from mantou.models.load import make_caches
 
-    runner, graph = Runner(model(family), scheme("off")), other_graph(family)
-    runner.capture_hidden()
-    module: Any = model(family).module
+    runner, graph = reader(family), other_graph(family)
+    module: Any = runner.model.module
     caches: list[Any] = [
         KVCache() for _ in make_caches(module)
     ]  # whole rows, where the model would keep a window

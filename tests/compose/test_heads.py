@@ -19,7 +19,7 @@ from mantou.spec.compose import ByKind
 from mantou.spec.heads.blocks import BlockDraft
 from mantou.spec.heads.provider import HeadDraft, HeadGraph
 from mantou.spec.none import NoDraft
-from tests.compose.harness import Case, model, prompts, requests, run
+from tests.compose.harness import Case, own_model, prompts, requests, run
 from tests.compose.heads import (
     head_draft,
 )
@@ -69,7 +69,7 @@ class CheckedBlock(Checked, BlockDraft):
 
 @cache
 def reader(family: str, taps: tuple[int, ...]) -> Runner:
-    runner = Runner(model(family), make_scheme("off"), max_width=512)
+    runner = Runner(own_model(family), make_scheme("off"), max_width=512)
     if taps:
         runner.tap(taps)
     runner.capture_hidden()

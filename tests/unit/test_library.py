@@ -137,18 +137,19 @@ def test_the_queue_is_bounded_and_a_refused_stream_leaves_nothing_behind(model: 
 
 
 def test_several_threads_share_the_batch(model: Model) -> None:
-    expected = [as_tuple(model.generate(question, max_tokens=12)) for question in QUESTIONS]
+    questions = QUESTIONS[:3]  # as many as may wait, should the engine be slow to take one
+    expected = [as_tuple(model.generate(question, max_tokens=12)) for question in questions]
     found: dict[int, tuple[str, str, int]] = {}
 
     def ask(index: int) -> None:
-        found[index] = as_tuple(model.generate(QUESTIONS[index], max_tokens=12))
+        found[index] = as_tuple(model.generate(questions[index], max_tokens=12))
 
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(QUESTIONS))]
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(questions))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [found[i] for i in range(len(QUESTIONS))] == expected
+    assert [found[i] for i in range(len(questions))] == expected
 
 
 # ------------------------------------------------------------------ errors

@@ -13,9 +13,11 @@ from mlx.utils import tree_flatten
 
 from mantou.errors import ConfigError, ModelError
 from mantou.models import families
-from mantou.models.head import SelectedHead, install
+from mantou.models.head import SelectedEmbedding, SelectedHead, install
 from mantou.models.load import build, load
 from mantou.models.runner import layout_names
+from mantou.models.taps import TappedLayer
+from mantou.models.taps import install as install_taps
 from tests.compose.families import FAMILIES, tiny
 from tests.unit.model_folders import LLAMA, weights, write_model
 
@@ -207,6 +209,20 @@ def test_the_head_runs_on_the_wanted_positions_only(family: str) -> None:
     found = module(TOKENS)
     assert found.shape == (1, 1, expected.shape[-1])
     assert mx.allclose(found[0, 0], expected[0, 2], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_graph_that_many_runners_had_keeps_nothing_of_those_before(family: str) -> None:
+    module = tiny(family)
+    for _ in range(3):
+        selection = install(module)
+        taps = install_taps(module, (0, 1))
+    wrapped = [m for m in module.modules() if isinstance(m, SelectedHead | SelectedEmbedding | TappedLayer)]
+    assert len(wrapped) == 3, "one selection and two taps"
+    assert selection is not None
+    selection.index = mx.array([[2]])
+    assert module(TOKENS).shape[1] == 1
+    assert taps.take() is not None
 
 
 def test_a_module_that_is_not_the_head_is_left_alone() -> None:
