@@ -86,7 +86,7 @@ size: $(DEV)
 	$(BIN)/python scripts/size.py
 
 sanitize: $(DEV) try-kernels ## The C++ kernels' tests with the address and undefined-behaviour sanitizers
-	@sh scripts/sanitize.sh '$(VENV)'
+	@sh scripts/sanitize.sh '$(VENV)' $(WORKERS)
 
 neon: ## The kernels' inner loops for AArch64 under qemu (g++-aarch64-linux-gnu, qemu-user-static)
 	@scripts/native_kernels.sh neon build/native

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds the C++ kernels with the address and undefined-behaviour sanitizers beside the usual build, and runs their tests
-# on them with the environment $1. Where they cannot be built it says so and passes, as `make` does without kernels,
-# unless MANTOU_REQUIRE_KERNELS=1.
+# on them with the environment $1, in $2 processes. Where they cannot be built it says so and passes, as `make` does
+# without kernels, unless MANTOU_REQUIRE_KERNELS=1.
 set -eu
 venv=$1
 compiler=${CXX:-c++}
@@ -31,5 +31,5 @@ PATH="$PWD/$venv/bin:$PATH" "$venv/bin/python" -m pip --disable-pip-version-chec
 # Leaks are not looked for: the interpreter and MLX keep what they allocate until the process ends. A sanitizer writes its
 # report to the process's own stderr and ends it, so pytest must leave that alone (--capture=sys).
 PYTHONPATH="$PWD/build/sanitized" LD_PRELOAD="$asan $stdcxx" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-  exec "$venv/bin/python" -m pytest -q -p no:cacheprovider --capture=sys tests/kernels --ignore tests/kernels/test_install.py \
-  --ignore tests/kernels/test_compose.py
+  exec "$venv/bin/python" -m pytest -q -n "${2:-2}" -p no:cacheprovider --capture=sys tests/kernels \
+  --ignore tests/kernels/test_install.py --ignore tests/kernels/test_compose.py
