@@ -146,16 +146,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> list[str]:
-    """Every method of a path; the router names those of its first route only."""
+    """Every method of a path; the router names those of its first route only.
+
+    A route that spells the path out hides those that only fit it: `compact` is the id of no response.
+    """
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return sorted(
-        {
-            name
-            for route in routes
-            if route.matches(request.scope)[0] != Match.NONE
-            for name in route.methods or ()
-        }
-    )
+    fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
+    exact = [route for route in fitting if route.path == request.url.path]
+    return sorted({name for route in exact or fitting for name in route.methods or ()})
 
 
 class Boundary:

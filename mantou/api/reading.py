@@ -29,6 +29,16 @@ def text_of(owner: Mapping[str, Any], key: str, where: str) -> str | None:
     return value
 
 
+def flag_of(owner: Mapping[str, Any], key: str, where: str) -> bool | None:
+    """True or false; None where it is absent or null."""
+    value = owner.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BadRequest(
+            f"{where}.{key} must be true or false, got {kind_of(value)}.", param=f"{where}.{key}"
+        )
+    return value
+
+
 def needed_text(owner: Mapping[str, Any], key: str, where: str) -> str:
     value = text_of(owner, key, where)
     if value is None:

@@ -132,6 +132,11 @@ CHAT_ONLY = [
     ("tools", {}, "tools must be a list of tools, got an object."),
     ("tools", [{"type": "magic"}], "tools[0].type must be function."),
     ("tools", [{"type": "function", "function": {}}], "tools[0].function.name is missing"),
+    (
+        "tools",
+        [{"type": "function", "function": {"name": "f", "strict": {}}}],
+        "tools[0].function.strict must be true or false, got an object.",
+    ),
     ("tools", [{"type": "function", "function": nested(100)}], "tools is nested more than 64 levels deep"),
     ("parallel_tool_calls", "no", "parallel_tool_calls must be true or false, got a string."),
     ("tool_choice", 1, "tool_choice must be a string or an object, got a number."),

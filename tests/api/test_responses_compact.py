@@ -98,3 +98,8 @@ def test_a_damaged_summary_is_refused(http: httpx2.Client, server: Running) -> N
 def test_the_model_fails(http: httpx2.Client, server: Running) -> None:
     server.script.fail_after = 1
     assert http.post(URL, json={"input": "Hi"}).status_code == 500
+
+
+def test_its_path_is_no_response_s(http: httpx2.Client) -> None:
+    answer = http.options(URL)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from mantou.api.fields import check_depth, kind_of
-from mantou.api.reading import needed_text, object_of, text_of
+from mantou.api.reading import flag_of, needed_text, object_of, text_of
 from mantou.api.volatile import without_volatile
 from mantou.data import Message, ToolCall
 from mantou.errors import BadRequest
@@ -134,6 +134,7 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
     function = object_of(entry.get("function"), f"{where}.function")
     needed_text(function, "name", f"{where}.function")
     text_of(function, "description", f"{where}.function")
+    flag_of(function, "strict", f"{where}.function")
     if function.get("parameters") is not None:
         object_of(function["parameters"], f"{where}.function.parameters")
     return entry

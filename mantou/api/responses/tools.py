@@ -12,7 +12,7 @@ from typing import Any
 
 from mantou.api.fields import check_depth, kind_of
 from mantou.api.openai.tools import ToolChoice, offered_tools
-from mantou.api.reading import needed_text, object_of, text_of
+from mantou.api.reading import flag_of, needed_text, object_of, text_of
 from mantou.chat.grammar.regular import regex_of
 from mantou.errors import BadRequest
 
@@ -128,11 +128,7 @@ def _function(tool: Mapping[str, Any], where: str, namespace: str | None = None)
     parameters = tool.get("parameters")
     if parameters is not None:
         object_of(parameters, f"{where}.parameters")
-    strict = tool.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise BadRequest(
-            f"{where}.strict must be true or false, got {kind_of(strict)}.", param=f"{where}.strict"
-        )
+    strict = flag_of(tool, "strict", where)
     described = {"name": own, "description": text_of(tool, "description", where), "parameters": parameters}
     name = joined(namespace, own)
     return Tool(
