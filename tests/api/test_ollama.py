@@ -152,6 +152,11 @@ def test_repeat_last_n_of_zero_is_off_and_minus_one_is_all(
         ("messages", [{}], "messages[0].role is missing"),
         ("messages", ["x"], "messages[0] must be an object"),
         ("messages", [{"role": "king"}], "messages[0].role must be one of"),
+        (
+            "messages",
+            [{"role": "user", "content": "", "thinking": "", "reasoning": {}}],
+            "messages[0].reasoning must be a string",
+        ),
         ("tools", [{"type": "magic"}], "tools[0].type must be function."),
     ],
 )

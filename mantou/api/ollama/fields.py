@@ -21,6 +21,7 @@ from mantou.api.fields import (
 )
 from mantou.api.generation_fields import MODEL, STOP, THINKING_BUDGET, GenerationAsk, read_session
 from mantou.api.openai.messages import read_messages
+from mantou.api.reading import text_of
 from mantou.api.structured import read_format
 from mantou.data import Grammar, Message
 from mantou.errors import BadRequest
@@ -109,10 +110,10 @@ def _message(value: Any, where: str) -> Any:
         read_images(entry["images"], f"{where}.images")
     if entry.get("content") is None:
         entry["content"] = ""
-    if entry.get("thinking") is not None:
-        entry["reasoning"] = entry["thinking"]
-    if entry.get("tool_name") is not None:
-        entry["name"] = entry["tool_name"]
+    for own, common in (("thinking", "reasoning"), ("tool_name", "name")):
+        text_of(entry, common, where)  # a wrong one is wrong beside the other too
+        if entry.get(own) is not None:
+            entry[common] = entry[own]
     return entry
 
 
