@@ -131,6 +131,11 @@ CHAT_ONLY = [
     ),
     ("tools", {}, "tools must be a list of tools, got an object."),
     ("tools", [{"type": "magic"}], "tools[0].type must be function."),
+    (
+        "messages",
+        [{"role": "user", "content": "Hi", "tool_calls": {}}],
+        "messages[0].tool_calls must be a list, got an object.",
+    ),
     ("tools", [{"type": "function", "function": {}}], "tools[0].function.name is missing"),
     (
         "tools",

@@ -24,7 +24,9 @@ from tests.embedding_folders import minilm_folder
 
 BATCH = 32
 BUDGET = 4096  # padded tokens of one forward
-SETTLE_S = 0.1  # before each run: the other's threads spin for a while after theirs, on cores that this one needs
+SETTLE_S = (
+    0.1  # before each run: the other's threads spin for a while after theirs, on cores that this one needs
+)
 
 
 def rows(draw: np.random.Generator, low: int, high: int) -> list[list[int]]:

@@ -71,12 +71,13 @@ def _message(value: Any, where: str) -> Message:
     if role == "system" and content is not None:
         content = without_volatile(content)
     assistant = role == "assistant"
+    calls = _tool_calls(entry.get("tool_calls"), f"{where}.tool_calls")
     reasoning = text_of(entry, "reasoning", where) or text_of(entry, "reasoning_content", where)
     return Message(
         role=role,
         content=content,
         name=text_of(entry, "name", where),
-        tool_calls=_tool_calls(entry.get("tool_calls"), f"{where}.tool_calls") if assistant else (),
+        tool_calls=calls if assistant else (),
         tool_call_id=text_of(entry, "tool_call_id", where),
         reasoning=reasoning if assistant else None,
     )
