@@ -114,8 +114,8 @@ def load_head(
     from mantou.models.device import this_device
     from mantou.models.load import DTYPES
     from mantou.models.ops import device_ops
+    from mantou.spec.heads.kinds import HEADS, measure
     from mantou.spec.heads.kinds import load_head as load
-    from mantou.spec.heads.kinds import measure, provider_of
     from mantou.spec.heads.parts import Target
     from mantou.spec.slots import slots_for
 
@@ -148,12 +148,13 @@ def load_head(
     if graph.taps:
         target.tap(graph.taps)
     numbers = f"{fingerprint(place)} {target.model.dtype} {device} {config.cpu_activations}"
-    provider = provider_of(kind)(
+    make = HEADS[kind].provider
+    provider = make(
         graph,
         make_sampler(config, ops),
         store,
         CacheKey(f"draft {info.id} {numbers}", (), "off", "none"),
-        measure(graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
+        measure(make, graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
         num_tokens=config.num_draft_tokens or 4,
     )
     return provider, next(iter(kept), None)

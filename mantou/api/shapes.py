@@ -49,12 +49,17 @@ _CALL = record(
     {"function": record({"name": TEXT}, {"arguments": {"type": ["string", "object", "null"]}})},
     {"id": MAYBE_TEXT},
 )
-_SPOKEN: Schema = {**_NAMED, "reasoning": MAYBE_TEXT, "reasoning_content": MAYBE_TEXT}
+_SPOKEN: Schema = {
+    **_NAMED,
+    "reasoning": MAYBE_TEXT,
+    "reasoning_content": MAYBE_TEXT,
+    "tool_calls": either(listed(_CALL), NULL),
+}
 CHAT_MESSAGE = either(
     record({"role": word("system", "developer", "user"), "content": CONTENT}, _SPOKEN),
     record(
         {"role": word("assistant")},
-        {**_SPOKEN, "content": either(CONTENT, NULL), "tool_calls": either(listed(_CALL), NULL)},
+        {**_SPOKEN, "content": either(CONTENT, NULL)},
     ),
     record({"role": word("tool")}, {**_SPOKEN, "content": either(CONTENT, NULL)}),
 )
@@ -268,23 +273,17 @@ METADATA: Schema = {
 }
 
 # ------------------------------------------------------------------ Ollama
-OLLAMA_MESSAGES = listed(
-    either(
-        *(
-            record(
-                {"role": word("system", "user", "assistant", "tool")},
-                {
-                    "content": either(TEXT, NULL),
-                    "images": {"type": ["array", "null"], "maxItems": 0},
-                    "thinking": MAYBE_TEXT,
-                    "tool_name": MAYBE_TEXT,
-                    "tool_calls": either(listed(_CALL), NULL),
-                    **_SPOKEN,
-                },
-            ),
-        )
-    )
+_OLLAMA_MESSAGE = record(
+    {"role": word("system", "user", "assistant", "tool")},
+    {
+        "content": either(TEXT, NULL),
+        "images": {"type": ["array", "null"], "maxItems": 0},
+        "thinking": MAYBE_TEXT,
+        "tool_name": MAYBE_TEXT,
+        **_SPOKEN,
+    },
 )
+OLLAMA_MESSAGES = either(listed(_OLLAMA_MESSAGE), NULL)
 OLLAMA_FORMAT = either(word("", "json"), OBJECT, NULL)
 THINK: Schema = {"enum": [True, False, "low", "medium", "high", None]}
 

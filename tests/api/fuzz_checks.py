@@ -28,6 +28,7 @@ REASONS = (
     r"messages ends with a tool call",
     r"\S+tool_use_id names no tool_use",
     r"\S+call_id .* names no call of an earlier item",
+    r"input holds nothing to answer; send at least one message",
     r"input is missing; send the items of the conversation, or previous_response_id",
     r"\S+encrypted_content was not made by this server",
     r"thinking\.budget_tokens must be less than max_tokens",

@@ -22,7 +22,7 @@ from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
-from mantou.spec.heads.kinds import provider_of
+from mantou.spec.heads.kinds import HEADS
 from mantou.spec.heads.mtp import Mtp
 from mantou.spec.heads.parts import Target
 
@@ -227,7 +227,7 @@ def flat_costs() -> StepCosts:
     return StepCosts((1, 8), (1, 2), {(r, w): 0.02 for r in (1, 8) for w in (1, 2)})
 
 
-def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> GraphDraft:
+def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> GraphDraft[Any, Any]:
     folder = _home() / f"{kind}-{family}"
     graphs = {
         "eagle": lambda: Eagle(eagle_folder(family, folder), target(family)),
@@ -240,7 +240,7 @@ def head_draft(kind: str, family: str, store: Any = None, **changes: Any) -> Gra
     }
     key = CacheKey(f"{kind} {family}", (), "off", "none")
     sampler = changes.pop("sampler", None) or DeviceSampler()
-    provider = provider_of("dspark" if kind == "dflash" else kind)
+    provider = HEADS["dspark" if kind == "dflash" else kind].provider
     return provider(graphs[kind](), sampler, store or NoStore(), key, flat_costs(), **changes)
 
 

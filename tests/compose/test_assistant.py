@@ -164,7 +164,7 @@ def test_what_is_lent_is_what_attention_reads(
     assert runner.kv.lengths == lengths
     fetched: dict[int, Any] = {}
     for place, layer in enumerate(runner.kv.layers):
-        update: Any = layer.update_and_fetch  # type: ignore[attr-defined]
+        update: Any = cast(Any, layer).update_and_fetch
 
         def watched(keys: mx.array, values: mx.array, place: int = place, update: Any = update) -> Any:
             fetched[place] = update(keys, values)

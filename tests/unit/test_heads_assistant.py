@@ -14,7 +14,7 @@ from mantou.errors import ModelError
 from mantou.kv.lending import Seen
 from mantou.spec.heads.assistant import Assistant, Context
 from mantou.spec.heads.donors import DonorDraft
-from mantou.spec.heads.kinds import kind_of, load_head, measure, provider_of
+from mantou.spec.heads.kinds import HEADS, kind_of, load_head, measure
 from tests.compose.heads import assistant_folder, eagle_folder, target
 
 FAMILY = "gemma4_text"
@@ -123,9 +123,9 @@ def test_the_graph_computes_what_its_checkpoint_says(groups: int, tmp_path: Path
 def test_it_is_known_by_its_weights_and_timed_without_a_row(tmp_path: Path) -> None:
     folder = assistant_folder(FAMILY, tmp_path)
     assert kind_of(folder) == "assistant"
-    assert provider_of("assistant") is DonorDraft
+    assert HEADS["assistant"].provider is DonorDraft
     graph = load_head("assistant", folder, target(FAMILY))
-    costs = measure(graph, 2, 128)
+    costs = measure(DonorDraft, graph, 2, 128)
     assert 0 < costs.seconds(2, 1) < 1
 
 

@@ -119,7 +119,7 @@ def _message(value: Any, where: str) -> Any:
 
 MESSAGES = Shaped(
     "messages",
-    "The conversation, oldest first; empty = load the model.",
+    "The conversation, oldest first; empty or null = load the model.",
     _messages,
     shapes.OLLAMA_MESSAGES,
 )

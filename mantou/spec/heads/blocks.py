@@ -32,10 +32,16 @@ class BlockGraph(HeadGraph, Protocol):
     def confidence(self, features: mx.array, before: mx.array) -> mx.array | None: ...
 
 
-class BlockDraft(HeadDraft):
+class BlockDraft(HeadDraft[BlockGraph]):
     """The provider over a `BlockGraph`."""
 
-    graph: BlockGraph
+    @classmethod
+    def _linked(cls, graph: BlockGraph, features: mx.array, rows: int) -> mx.array:
+        """A block comes after what is true, whatever the width of the draft."""
+        mx.eval(features)
+        graph.kv.abort()
+        graph.kv.begin(Group(0, graph.block_size, (graph.block_size,) * rows))
+        return graph.block(mx.zeros((rows, 1), mx.int32))
 
     def width(self, request: Request, tokens: Sequence[int]) -> int:
         return min(super().width(request, tokens), self.graph.most)

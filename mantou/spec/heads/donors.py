@@ -17,9 +17,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mantou.data import Draft, DraftAsk, Request
-from mantou.protocols import CacheKey, Forwarded, Group, KVLender, PrefixStore
-from mantou.spec.chained import DraftSampler
-from mantou.spec.cost import StepCosts
+from mantou.protocols import Forwarded, Group, KVLender
 from mantou.spec.heads.assistant import Assistant, Context
 from mantou.spec.heads.drawing import GraphDraft
 
@@ -34,24 +32,15 @@ class _Last:
     num_held: int
 
 
-class DonorDraft(GraphDraft):
+class DonorDraft(GraphDraft[Assistant, _Last]):
     """The provider."""
 
     wants_hidden = True
 
-    def __init__(
-        self,
-        graph: Assistant,
-        sampler: DraftSampler,
-        store: PrefixStore,
-        key: CacheKey,
-        costs: StepCosts,
-        *,
-        num_tokens: int = 4,
-    ) -> None:
-        super().__init__(graph, sampler, store, key, costs, num_tokens)
-        self.graph = graph
-        self._rows: dict[str, _Last] = {}
+    @classmethod
+    def link_s(cls, graph: Assistant, rows: int, pairs: int, width: int) -> float:
+        """See HeadDraft. It takes one pair at a time, and keeps none."""
+        return graph.link_s(rows)
 
     # ------------------------------------------------------------------ what the engine asks
     def absorb(self, forwarded: Forwarded) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -25,29 +25,35 @@ class Guessing(Protocol):
     ids: mx.array | None  # int32[N], the token of each logit; None = they are the tokens
 
 
-class GraphDraft(ChainDraft):
-    """A provider over a graph of its own."""
+Graph = TypeVar("Graph", bound=Guessing)
+Row = TypeVar("Row")
+
+
+class GraphDraft(ChainDraft, Generic[Graph, Row]):
+    """A provider over a graph of its own, which keeps a Row of each request."""
 
     def __init__(
         self,
-        drawn_from: Guessing,
+        graph: Graph,
         sampler: DraftSampler,
         store: PrefixStore,
         key: CacheKey,
         costs: StepCosts,
-        num_tokens: int,
+        *,
+        num_tokens: int = 4,
     ) -> None:
         super().__init__(sampler, store, key, costs, num_tokens)
-        self._drawn_from = drawn_from
+        self.graph = graph
+        self._rows: dict[str, Row] = {}
 
     def _draw(self, logits: mx.array, by_slot: Rows, step: int) -> tuple[mx.array, mx.array | None]:
         """Greedy rows take the likeliest token. Where some row samples, all are drawn as the answer will be."""
-        ids = self._drawn_from.ids
+        ids = self.graph.ids
         if not any(one[1].request.sampling.temperature for one in by_slot if one):
             best = mx.argmax(logits, axis=-1).astype(mx.int32)
             return (best if ids is None else ids[best]), None
         if ids is not None:  # the noise goes by tokens
-            everything = mx.full((*logits.shape[:2], self._drawn_from.vocab_size), -mx.inf, mx.float32)
+            everything = mx.full((*logits.shape[:2], self.graph.vocab_size), -mx.inf, mx.float32)
             everything[..., ids] = logits.astype(mx.float32)
             logits = everything
         positions = [[len(one[1].tokens) + step] if one else [0] for one in by_slot]
@@ -58,13 +64,11 @@ class GraphDraft(ChainDraft):
         self, ask: DraftAsk, guess: list[int], chances: list[float], sources: mx.array | None, index: int
     ) -> Draft:
         tokens = guess[: ask.paid]
-        known = next(
-            (i for i, token in enumerate(tokens) if token >= self._drawn_from.vocab_size), len(tokens)
-        )
+        known = next((i for i, token in enumerate(tokens) if token >= self.graph.vocab_size), len(tokens))
         chance = sum(chances[:known]) / max(known, 1)
         return Draft(
             tokens[:known],
-            self._drawn_from.kind,
+            self.graph.kind,
             max(chance, _LEAST_CHANCE),
             chances=None if sources is None else sources[index],
         )

@@ -5,36 +5,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import mlx.core as mx
+from typing import Any, NamedTuple
 
 from mantou.errors import ModelError
 from mantou.models.checkpoint import weight_files
 from mantou.models.load import read_weights
-from mantou.protocols import Group
 from mantou.spec.cost import Cell, StepCosts
 from mantou.spec.heads.assistant import Assistant
-from mantou.spec.heads.blocks import BlockDraft, BlockGraph
+from mantou.spec.heads.blocks import BlockDraft
 from mantou.spec.heads.dflash2 import DFlash2
 from mantou.spec.heads.donors import DonorDraft
-from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.heads.dspark import DSpark
 from mantou.spec.heads.eagle import Eagle
 from mantou.spec.heads.eagle3 import Eagle3
 from mantou.spec.heads.mtp import Mtp, layout_of
 from mantou.spec.heads.parts import Target
-from mantou.spec.heads.provider import HeadDraft, HeadGraph
+from mantou.spec.heads.provider import HeadDraft
 
-Graph = HeadGraph | Assistant
+Provider = type[HeadDraft[Any]] | type[DonorDraft]
 MODEL = "model"
 MTP = "mtp"  # the only kind that a model's own folder may hold
-BLOCKS: Mapping[str, Callable[[Path, Target], BlockGraph]] = {"dspark": DSpark, "dflash2": DFlash2}
-HEADS: Mapping[str, Callable[[Path, Target], Graph]] = {
-    "eagle": Eagle,
-    "eagle3": Eagle3,
-    **BLOCKS,
-    MTP: Mtp,
-    "assistant": Assistant,
+
+
+class Kind(NamedTuple):
+    load: Callable[[Path, Target], Any]  # the graph, which its provider takes
+    provider: Provider
+
+
+HEADS: Mapping[str, Kind] = {
+    "eagle": Kind(Eagle, HeadDraft),
+    "eagle3": Kind(Eagle3, HeadDraft),
+    "dspark": Kind(DSpark, BlockDraft),
+    "dflash2": Kind(DFlash2, BlockDraft),
+    MTP: Kind(Mtp, HeadDraft),
+    "assistant": Kind(Assistant, DonorDraft),
 }
 # What only the weights of this kind are called; the first that fits.
 _SIGNS = {
@@ -62,22 +66,15 @@ def predicts(folder: Path) -> bool:
     return layout_of(read_weights(weight_files(folder))) is not None
 
 
-def load_head(kind: str, folder: Path, target: Target) -> Graph:
+def load_head(kind: str, folder: Path, target: Target) -> Any:
     """Raises ModelError if the folder holds another kind, or a head of another model."""
     found = kind_of(folder) if kind != MTP else MTP
     if found != kind:
         raise ModelError(f"{folder} holds no draft head of the kind {kind} but one of the kind {found}.")
-    return HEADS[kind](folder, target)
+    return HEADS[kind].load(folder, target)
 
 
-def provider_of(kind: str) -> Callable[..., GraphDraft]:
-    """What drafts with a graph of this kind."""
-    if HEADS[kind] is Assistant:
-        return DonorDraft
-    return BlockDraft if kind in BLOCKS else HeadDraft
-
-
-def measure(graph: Graph, max_rows: int, width: int) -> StepCosts:
+def measure(provider: Provider, graph: Any, max_rows: int, width: int) -> StepCosts:
     """What one link of a chain costs, for 1 and 2 pairs a row, by rows. `width`: of a hidden state. Leaves no row."""
     started, counts = time.perf_counter(), [1]
     cells: dict[Cell, float] = {}
@@ -85,34 +82,7 @@ def measure(graph: Graph, max_rows: int, width: int) -> StepCosts:
         counts.append(min(2 * counts[-1], max_rows))
     for rows in counts:
         for pairs in (1, 2):
-            cells[rows, pairs] = _link_s(graph, rows, pairs, width)
+            cells[rows, pairs] = min(provider.link_s(graph, rows, pairs, width) for _ in range(3))
         if time.perf_counter() - started > _BUDGET_S:
             break
     return StepCosts.from_cells(cells)
-
-
-def _link_s(graph: Graph, rows: int, pairs: int, width: int) -> float:
-    if isinstance(graph, Assistant):  # it takes one pair at a time, and keeps none
-        return min(graph.link_s(rows) for _ in range(3))
-    graph.kv.resize(rows)
-    seconds = min(_fed_s(graph, rows, pairs, width) for _ in range(3))
-    graph.kv.resize(0)
-    return seconds
-
-
-def _fed_s(graph: HeadGraph, rows: int, pairs: int, width: int) -> float:
-    hidden = mx.zeros((rows, pairs, width))
-    mx.eval(hidden)
-    started = time.perf_counter()
-    graph.kv.begin(Group(0, pairs, (pairs,) * rows))
-    features = graph(mx.zeros((rows, pairs), mx.int32), hidden)[:, -1:]
-    block = getattr(graph, "block", None)  # a block comes after what is true, whatever the width of the draft
-    if block is not None:
-        mx.eval(features)
-        graph.kv.abort()
-        size: int = getattr(graph, "block_size")  # noqa: B009  of a BlockGraph
-        graph.kv.begin(Group(0, size, (size,) * rows))
-        features = block(mx.zeros((rows, 1), mx.int32))
-    mx.eval(mx.argmax(graph.logits(features), axis=-1), graph.kv.arrays())
-    graph.kv.abort()
-    return time.perf_counter() - started

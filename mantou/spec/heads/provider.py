@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -25,9 +25,7 @@ import numpy as np
 from mantou.data import Draft, DraftAsk, Request
 from mantou.kv.batch import KVBatch, RowView
 from mantou.kv.pieces import Stack, State
-from mantou.protocols import CacheKey, Forwarded, Group, PrefixStore, Ticket
-from mantou.spec.chained import DraftSampler
-from mantou.spec.cost import StepCosts
+from mantou.protocols import CacheKey, Forwarded, Group, Ticket
 from mantou.spec.heads.drawing import GraphDraft
 from mantou.spec.slots import leave_slot, take_slot
 
@@ -88,24 +86,33 @@ class _Row:
         return self.base + self.num_true + self.num_waiting
 
 
-class HeadDraft(GraphDraft):
+Graph = TypeVar("Graph", bound=HeadGraph)
+
+
+class HeadDraft(GraphDraft[Graph, _Row]):
     """The provider."""
 
     wants_hidden = True
 
-    def __init__(
-        self,
-        graph: HeadGraph,
-        sampler: DraftSampler,
-        store: PrefixStore,
-        key: CacheKey,
-        costs: StepCosts,
-        *,
-        num_tokens: int = 4,
-    ) -> None:
-        super().__init__(graph, sampler, store, key, costs, num_tokens)
-        self.graph = graph
-        self._rows: dict[str, _Row] = {}
+    @classmethod
+    def link_s(cls, graph: Graph, rows: int, pairs: int, width: int) -> float:
+        """Seconds of one link of a chain for so many pairs of each row. Leaves no row."""
+        graph.kv.resize(rows)
+        hidden = mx.zeros((rows, pairs, width))
+        mx.eval(hidden)
+        started = time.perf_counter()
+        graph.kv.begin(Group(0, pairs, (pairs,) * rows))
+        features = cls._linked(graph, graph(mx.zeros((rows, pairs), mx.int32), hidden), rows)
+        mx.eval(mx.argmax(graph.logits(features), axis=-1), graph.kv.arrays())
+        graph.kv.abort()
+        spent = time.perf_counter() - started
+        graph.kv.resize(0)
+        return spent
+
+    @classmethod
+    def _linked(cls, graph: Graph, features: mx.array, rows: int) -> mx.array:
+        """What a guess is drawn from, after a forward of pairs that is still open."""
+        return features[:, -1:]
 
     # ------------------------------------------------------------------ what the engine asks
     def absorb(self, forwarded: Forwarded) -> None:
