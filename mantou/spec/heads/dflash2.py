@@ -92,7 +92,7 @@ class DFlash2(DSpark):
         self._first = 1  # whatever the packaging, the known token's own place guesses nothing
         if self.ids is not None:
             raise ModelError(
-                f"{folder} guesses among fewer tokens than its model has, as no DFlash 2 drafter does."
+                f"{folder} guesses among fewer tokens than its model has, as no DFlash 2 drafter does; get it anew."
             )
 
     def _parts(self, checkpoint: Checkpoint, weights: dict[str, mx.array]) -> Parts:
@@ -104,14 +104,15 @@ class DFlash2(DSpark):
         taps, group_size, rank, self._top_k = (checkpoint.size(name) for name in names)
         if False in (checkpoint.config.get(f"{of}is_neox_style", True) for of in ("", "rope_")):
             raise ModelError(
-                f"{checkpoint.folder} rotates neighbouring channels, which mantou's DFlash 2 does not."
+                f"{checkpoint.folder} rotates neighbouring channels, which mantou's DFlash 2 does not; "
+                "choose another drafter."
             )
         width, vocab_size = checkpoint.size("hidden_size"), checkpoint.size("vocab_size")
         if width % group_size or taps > self.block_size or self._top_k > vocab_size:
             raise ModelError(
                 f"{checkpoint.folder}/config.json has convolutions of {taps} places in groups of {group_size} channels "
                 f"and {self._top_k} candidates, which do not fit blocks of {self.block_size} places, {width} channels "
-                f"and {vocab_size} tokens."
+                f"and {vocab_size} tokens; get it anew."
             )
         module: Any = Parts(checkpoint, weights, len(self.taps))
         qwen3 = family_module("qwen3")
@@ -155,7 +156,8 @@ def _sights(checkpoint: Checkpoint, num_layers: int) -> list[tuple[int | None, b
     types = config.get("layer_types") or ["full_attention"] * num_layers
     if len(types) != num_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise ModelError(
-            f"{checkpoint.folder}/config.json has layer_types that mantou does not know, or not one for each layer."
+            f"{checkpoint.folder}/config.json has layer_types that mantou does not know, or not one for each layer; "
+            "choose another drafter."
         )
     named = [config.get(name) for name in ("is_causal", "causal")]
     named.append(False if config.get("sliding_window_non_causal") else None)  # speculators' word for it
