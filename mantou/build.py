@@ -174,6 +174,7 @@ def load_step(
         write_rows=ops.write_rows,
         read_blocks=ops.read_blocks if ops.reads_blocks else None,
         block=block,
+        compiles=ops.compiles,
     )
     info = describe(folder, config, loaded, plan.name, device.name, notes, template)
     info = replace(
@@ -186,6 +187,7 @@ def load_step(
             "kv_paging": describe_paging(info.num_layers, runner.block, why),
         },
     )
+    runner.warm_up()
     budget = make_budget(config, runner, shapes.slots)
     limit_context(info, budget)  # what can hold no row is told before a draft model is fetched
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.

@@ -138,8 +138,9 @@ def load_head(
         plan,
         ops.install,
         len(target.model.module.layers),
-        # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more.
-        packs=vocabulary.packed or this_device().on_cpu,
+        # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more. On CUDA a product of
+        # packed weights costs more than one of 16-bit floats, and half a minute to compile its kernel.
+        packs=device != "cuda" and (vocabulary.packed or device == "cpu"),
         span_step=target.span_step,
         write_rows=ops.write_rows,
         shapes=target.model.shapes,

@@ -117,6 +117,7 @@ class Engine:
                 "chunk": step.pacer.chunk(len(step.running)),
             },
             "steps_timed": step.times.summary(),
+            "compiled_steps": step.runner.compiling,
             "speed": {
                 "decode_step_s": step.pacer.decode_s,
                 "prompt_token_s": step.pacer.token_s,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 
-from mantou.kv.geometry import Geometry, WriteRows, no_write_rows
-from mantou.kv.layouts import Layout, scrubbed_columns
+from mantou.kv.geometry import Geometry, TracedGeometry, WriteRows, no_write_rows
+from mantou.kv.layouts import Columns, Layout, scrubbed_columns
 from mantou.kv.lending import Readable, Seen
 from mantou.kv.paged import forget_fetched
 from mantou.kv.pages import Pages, Unpaged
@@ -61,6 +62,7 @@ class KVBatch:
         arrange: Arrange = lambda layouts: layouts,
         write_rows: WriteRows = no_write_rows,
         pages: Pages | Unpaged | None = None,
+        masked: Callable[[Group, int], bool] = lambda group, start: False,
     ) -> None:
         self._write_rows = write_rows
         self.pages = pages or Unpaged()  # of the layers that share pools
@@ -69,6 +71,7 @@ class KVBatch:
         self._array_offsets = array_offsets
         self._mask_axes = mask_axes
         self._span_step = span_step
+        self._masked = masked  # whether a group whose longest row begins there goes by masks in any case
         self.layers: Sequence[Layout] = make_layouts(0)
         self.caches = arrange(self.layers)
         self._boundaries = sorted({layer.boundary for layer in self.layers} - {0})
@@ -125,6 +128,7 @@ class KVBatch:
             span_step=self._span_step,
             rewindable=rewindable,
             write_rows=self._write_rows,
+            masked=self._masked(group, max(starts)),
         )
         capacity = self._capacity(max(starts) + group.width)
         for slot, (start, num_tokens) in enumerate(zip(starts, group.num_tokens, strict=True), group.lo):
@@ -303,6 +307,45 @@ class KVBatch:
     def arrays(self) -> list[mx.array]:
         """Every buffer, to be evaluated together with the step's outputs."""
         return [array for layer in self.layers for array in layer.arrays()]
+
+    def form(self) -> Hashable | None:
+        """What a forward like the one that began can be compiled for, beside shapes of arrays; None if it cannot."""
+        g = self.geometry
+        if g is None or not g.array_offsets:
+            return None
+        forms: list[Hashable] = []
+        for layer in self.layers:
+            form = layer.form() if isinstance(layer, Columns) else None
+            if form is None:
+                return None
+            forms.append(form)
+        return g.group.lo, g.num_rows, self.num_slots, g.bucketed_span, tuple(forms)
+
+    def put(self, arrays: Sequence[mx.array]) -> None:
+        """Gives every layer its buffers, in the order of `arrays()`. Only where the forward has a form."""
+        left = list(arrays)
+        for layer in cast("Sequence[Columns]", self.layers):
+            count = len(layer.arrays())
+            layer.put(left[:count])
+            del left[:count]
+
+    @contextmanager
+    def traced(self, offsets: mx.array, buffers: Sequence[mx.array]) -> Generator[None]:
+        """The forward that began, while it is compiled: positions and buffers are inputs. What the layers hold is as
+        before afterwards."""
+        real, held = self.geometry, self.arrays()
+        assert real is not None
+        layers, geometry = cast("Sequence[Columns]", self.layers), TracedGeometry(real, offsets)
+        self.put(buffers)
+        for layer in layers:
+            layer.geometry = geometry
+        try:
+            yield
+        finally:
+            self.put(held)
+            for layer in layers:
+                layer.geometry = real
+            self._forget()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a buffer does not fit the slots. Called when idle in debug and in tests."""

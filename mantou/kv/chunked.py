@@ -29,6 +29,9 @@ class ChunkedRing(WindowRing):
     def maybe_trim_front(self) -> None:
         pass  # the ring overwrites what is out of reach
 
+    def form(self) -> None:
+        """The graph asks for positions on the host."""
+
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         keys, values = super()._fetch(span)
         if not self._wrapped:

@@ -41,8 +41,15 @@ def no_write_rows(
     """See DeviceOps.write_rows."""
 
 
+class HostLengthError(RuntimeError):
+    """A graph that is being compiled asked for a length that is another in every step."""
+
+
 class Geometry:
-    """Positions of one group: row i holds absolute positions starts[i] .. starts[i] + width - 1."""
+    """Positions of one group: row i holds absolute positions starts[i] .. starts[i] + width - 1.
+
+    `masked`: by arrays and masks even where rows begin at one position, so that steps have few shapes.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,7 @@ class Geometry:
         span_step: int = 1,
         rewindable: bool = False,
         write_rows: WriteRows = no_write_rows,
+        masked: bool = False,
     ) -> None:
         self.write_rows = write_rows
         self.group = group
@@ -64,17 +72,19 @@ class Geometry:
         active = [s for s, n in zip(starts, group.num_tokens, strict=True) if n]
         self.longest = max(active) if active else 0
         # One start for every active row, and no idle row reaches past it: slice writes and no mask array.
-        self.uniform = all(s == self.longest for s in active) and max(starts) <= self.longest
+        self.uniform = not masked and all(s == self.longest for s in active) and max(starts) <= self.longest
         self.full = all(n == group.width for n in group.num_tokens)
         self.end = self.longest + self.width  # one past the newest position
         # Columns that attention reads. Where a mask hides the rest anyway, buckets keep the shapes of a step few.
-        self.span = self.end if self.uniform else -(-self.end // span_step) * span_step
-        self._array_offsets = array_offsets
-        self._mask_axes = mask_axes
+        self.bucketed_span = -(-self.end // span_step) * span_step
+        self.span = self.end if self.uniform else self.bucketed_span
+        self.array_offsets = array_offsets
+        self.mask_axes = mask_axes
         self._span_step = span_step
         self._clipped: dict[int, Geometry] = {}
         self._offsets: mx.array | None = None
         self._positions: mx.array | None = None
+        self._columns: dict[int, mx.array] = {}
         self._lengths: mx.array | None = None
         self._masks: dict[tuple[str, int, int], mx.array] = {}
         self.places: dict[tuple[int, int], Any] = {}  # see mantou.kv.records
@@ -88,8 +98,8 @@ class Geometry:
             self._clipped[limit] = Geometry(
                 self.group,
                 starts,
-                array_offsets=self._array_offsets,
-                mask_axes=self._mask_axes,
+                array_offsets=self.array_offsets,
+                mask_axes=self.mask_axes,
                 span_step=self._span_step,
             )
         return self._clipped[limit]
@@ -97,7 +107,7 @@ class Geometry:
     @property
     def offset(self) -> mx.array | int:
         """What a graph reads as `cache.offset`: int32[rows], or an int for graphs that need one."""
-        if not self._array_offsets or (self.uniform and self.num_rows == 1):
+        if not self.array_offsets or (self.uniform and self.num_rows == 1):
             return self.longest
         return self.offsets
 
@@ -113,6 +123,13 @@ class Geometry:
         if self._positions is None:
             self._positions = self.offsets[:, None] + mx.arange(self.width, dtype=mx.int32)[None]
         return self._positions
+
+    def columns(self, ring: int) -> mx.array:
+        """int32[rows, 1, width, 1], the column of each position: in a ring of that size, or in full rows for 0."""
+        if ring not in self._columns:
+            columns = self.positions % ring if ring else self.positions
+            self._columns[ring] = columns[:, None, :, None]
+        return self._columns[ring]
 
     @property
     def lengths(self) -> mx.array | None:
@@ -153,6 +170,27 @@ class Geometry:
 
     def _spread(self, mask: mx.array) -> mx.array:
         """One plane a row in front of as many unit axes as the graph's scores have."""
-        if self._mask_axes == mask.ndim:
+        if self.mask_axes == mask.ndim:
             return mask
-        return mask.reshape(mask.shape[0], *[1] * (self._mask_axes - 3), *mask.shape[2:])
+        return mask.reshape(mask.shape[0], *[1] * (self.mask_axes - 3), *mask.shape[2:])
+
+
+class TracedGeometry(Geometry):
+    """Positions of a forward that is being compiled for all rows with as many columns to read: `offsets` int32[rows] is
+    an input, and host lengths are not to be had."""
+
+    def __init__(self, real: Geometry, offsets: mx.array) -> None:
+        self._real = real
+        self.write_rows = real.write_rows
+        self.group = real.group
+        self.rewindable = real.rewindable
+        self.width, self.num_rows = real.width, real.num_rows
+        self.uniform, self.full = False, True
+        self.span = real.bucketed_span
+        self.places = {}
+        self.array_offsets, self.mask_axes = True, real.mask_axes
+        self._offsets, self._positions, self._lengths = offsets, None, None
+        self._columns, self._masks = {}, {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise HostLengthError(f"it asks for the {name} of its rows")

@@ -13,7 +13,7 @@ p - size, which no live window reaches, so a ring rewinds by length as well.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -97,17 +97,17 @@ def scrubbed_columns(num_tokens: int) -> int:
 
 
 def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) -> mx.array:
-    """buffer[lo + row, :, column] = new[row, :, t], in MLX operations."""
+    """buffer[lo + row, :, column] = new[row, :, t], in MLX operations. `columns` int32[rows, 1, width, 1], or the first
+    of all rows' columns."""
     rows, _, width, _ = new.shape
     new = new.astype(buffer.dtype)
     if isinstance(columns, int):
         buffer[lo : lo + rows, :, columns : columns + width] = new
         return buffer
     if rows == buffer.shape[0]:
-        index = mx.broadcast_to(columns[:, None, :, None], new.shape)
-        return mx.put_along_axis(buffer, index, new, axis=2)
+        return mx.put_along_axis(buffer, mx.broadcast_to(columns, new.shape), new, axis=2)
     slots = mx.arange(lo, lo + rows)[:, None]
-    buffer[slots, :, columns] = new.transpose(0, 2, 1, 3)
+    buffer[slots, :, columns[:, 0, :, 0]] = new.transpose(0, 2, 1, 3)
     return buffer
 
 
@@ -179,7 +179,7 @@ class Columns:
         done = g.write_rows(buffer, new.astype(buffer.dtype), g.offsets, g.lengths, g.group.lo, ring)
         if done is not None:
             return done
-        return _write(buffer, new, g.positions % ring if ring else g.positions, g.group.lo)
+        return _write(buffer, new, g.columns(ring), g.group.lo)
 
     def _fetch(self, span: int) -> tuple[mx.array, mx.array]:
         self._span = span
@@ -307,6 +307,22 @@ class Columns:
 
     def arrays(self) -> list[mx.array]:
         return [*self.keys, *self.values]
+
+    def put(self, arrays: Sequence[mx.array]) -> None:
+        """Makes these its arrays, in the order of `arrays()`."""
+        num_keys = len(self.keys)
+        self.keys, self.values = tuple(arrays[:num_keys]), tuple(arrays[num_keys:])
+
+    def form(self) -> Hashable | None:
+        """What decides, beside shapes of arrays, how the forward that began is built; None if it has to be built anew.
+
+        Rows of one length are read without a mask and written as a slice. Built so each time they are quicker than
+        compiled with a mask, unless attention reads records and draws its own.
+        """
+        grows = any(part.shape[2] < self.capacity for part in (*self.keys, *self.values))
+        if not self.keys or grows or (self.geometry.uniform and self._records is None):
+            return None
+        return self._ring, self.capacity, self._dtype
 
     @property
     def nbytes(self) -> int:

@@ -79,6 +79,9 @@ class PagedRows(FullRows):
         super().__init__(codec, 1)
         self._pages = pages
 
+    def form(self) -> None:
+        """Where a row's blocks are is another table in every step."""
+
     @property
     def _placement(self) -> Placement:
         return self._pages.placed(self.geometry)

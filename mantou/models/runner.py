@@ -16,6 +16,7 @@ from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
 from mantou.models import paging, tape, taps
+from mantou.models.compiled import WORTH_IT, CompiledSteps, in_one_form
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, Vocabulary, install, vocabulary
 from mantou.models.layouts import arrange, layout_names, make_layouts
@@ -38,7 +39,7 @@ class Runner:
     """Owns the graph and its KV batch, whose rows share pools of `block` tokens a block where their layers can.
 
     `max_width` bounds the tokens a row may feed in one forward; attention over ragged rows reads a multiple of
-    `span_step` columns.
+    `span_step` columns; `compiles`: forwards of few tokens are compiled where that can be.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Runner:
         write_rows: WriteRows = no_write_rows,
         block: int | None = None,
         read_blocks: ReadBlocks | None = None,
+        compiles: bool = False,
     ) -> None:
         family, shapes = model.family, model.shapes
         self.model = model
@@ -65,6 +67,8 @@ class Runner:
         self.block = block if layout_names(shapes).keys() & set(PAGEABLE) else None
         pages = Pages(self.block) if self.block else None
         self._read_blocks = read_blocks
+        # A graph that needs one offset for all rows, or states, is built in every step.
+        compiles = compiles and family.ragged_offsets and not self.recurrent and self.block is None
         self.kv = KVBatch(
             lambda num_slots: make_layouts(self.plan, num_slots, self.ring_slack, _recurrent_class(), pages),
             array_offsets=family.ragged_offsets,
@@ -73,12 +77,15 @@ class Runner:
             arrange=lambda layouts: arrange(shapes, layouts),
             write_rows=write_rows,
             pages=pages,
+            **({"masked": in_one_form} if compiles else {}),
         )
         taps.remove(model.module)
         self._selection: Selection | None = install(model.module)
         self._taps: taps.Taps | None = None
         if self.recurrent:
             tape.install(model.module)
+        self._hidden: mx.array | None = None  # of the last forward, while nobody took it
+        self.compiled = CompiledSteps(self._forward, self.kv) if compiles else None
 
     def capture_hidden(self) -> None:
         """From now on `take_hidden` gives what each forward's vocabulary head saw. Raises ModelError if nobody can."""
@@ -88,6 +95,18 @@ class Runner:
                 "serve without it."
             )
         self._selection.capturing = True
+        self._recompile()
+
+    def _recompile(self) -> None:
+        if self.compiled is not None:
+            self.compiled.forget()
+
+    @property
+    def compiling(self) -> dict[str, Any] | None:
+        """For how many shapes steps are compiled, and why none are any more; None on devices that build each."""
+        if self.compiled is None:
+            return None
+        return {"shapes": self.compiled.num_compiled, "off": self.compiled.off}
 
     def vocabulary(self) -> Vocabulary:
         """The model's embedding and head, for drafters. Raises ModelError where they cannot be told apart."""
@@ -102,13 +121,30 @@ class Runner:
     def tap(self, places: Sequence[int]) -> None:
         """From now on `take_hidden` gives what these layers gave, side by side. Raises ModelError if it cannot."""
         self._taps = taps.install(self.model.module, places)
+        self._recompile()
 
     def take_hidden(self) -> mx.array | None:
         """[rows, width, D] of the last forward, lazily; None unless they are captured."""
+        hidden, self._hidden = self._hidden, None
+        return hidden
+
+    def _take_captured(self) -> mx.array | None:
         if self._selection is None:
             return None
         hidden, self._selection.hidden = self._selection.hidden, None
         return hidden if self._taps is None or hidden is None else self._taps.take()
+
+    def _forward(self, tokens: mx.array) -> Sequence[mx.array]:
+        """Logits of all that the selection lets through, and hidden states if they are captured."""
+        logits = self.model.module(tokens, cache=self.kv.caches)
+        hidden = self._take_captured()
+        return [logits] if hidden is None else [logits, hidden]
+
+    def _logits(self, tokens: mx.array, *, compiled: bool = False) -> mx.array:
+        run = self.compiled if compiled and self.compiled is not None else self._forward
+        logits, *hidden = run(tokens)
+        self._hidden = hidden[0] if hidden else None
+        return logits
 
     def forward(
         self,
@@ -131,14 +167,14 @@ class Runner:
             tokens = mx.array(padded)
         self._begin(group, rewindable=rewindable)
         if wanted is None or group.width == 1:
-            return tokens, self.model.module(tokens, cache=self.kv.caches)
+            return tokens, self._logits(tokens, compiled=True)
         index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
         if self._selection is None:
-            logits = self.model.module(tokens, cache=self.kv.caches)
+            logits = self._logits(tokens)
             return tokens, mx.take_along_axis(logits, index[..., None], axis=1)
         self._selection.index = index
         try:
-            return tokens, self.model.module(tokens, cache=self.kv.caches)
+            return tokens, self._logits(tokens)
         finally:
             self._selection.index = None
 
@@ -174,8 +210,25 @@ class Runner:
     def abort(self) -> None:
         self.kv.abort()
 
+    def warm_up(self) -> None:
+        """Decodes one row, two, and two of four until that is compiled: the device's kernels are made now, not in the
+        first requests. Leaves the KV empty."""
+        if self.compiled is None:
+            return
+        for rows, slots in ((1, 1), (2, 2), (2, 4)):
+            self.kv.resize(slots)
+            for width in (1, 2):
+                group = Group(0, width, (width,) * rows)
+                for _ in range(WORTH_IT + 2):
+                    _, logits = self.forward(group, [[0] * width] * rows, None)
+                    mx.eval(mx.argmax(logits, axis=-1), self.kv.arrays())
+                    self.kv.commit(group, group.num_tokens)
+        self._hidden = None
+        self.kv.resize(0)
+
     def close(self) -> None:
         """Frees graph and KV. The last thing on the thread that ran them."""
         self.kv.resize(0)
+        self.compiled = None
         del self.model
         release_thread()

@@ -77,6 +77,7 @@ class Case:
     taps: tuple[int, ...] = ()
     sampler: Any = field(default_factory=DeviceSampler)
     block: int | None = None  # of paged keys and values; None = a buffer a row
+    compiles: bool = False
 
 
 class Mixed:
@@ -112,6 +113,7 @@ def make_step(case: Case) -> Step:
         span_step=shapes.span_step,
         ring_slack=case.ring_slack,
         block=case.block,
+        compiles=case.compiles,
     )
     if case.taps:
         runner.tap(case.taps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,32 @@ def test_a_head_without_norms_and_with_its_own_embedding_is_read_as_published(tm
     y = gate * mx.sigmoid(gate) * (y @ weights["layers.0.mlp.up_proj.weight"].T)
     x = x + y @ weights["layers.0.mlp.down_proj.weight"].T
     np.testing.assert_allclose(np.array(got), np.array(x), atol=2e-5)
+
+
+def test_a_head_that_came_packed_is_unpacked_where_packed_products_do_not_pay(tmp_path: Path) -> None:
+    folder = eagle_folder("llama", tmp_path / "head")
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    for name in [n for n in weights if n.endswith("_proj.weight") or n == "fc.weight"]:
+        packed, scales, biases = mx.quantize(weights[name], group_size=32, bits=8)
+        parts = {"weight": packed, "scales": scales, "biases": biases}
+        weights |= {name.replace("weight", part): array for part, array in parts.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    rewrite(folder, lambda config: {**config, "quantization": {"group_size": 32, "bits": 8}})
+    hidden = mx.random.normal((1, 1, target("llama").hidden_size), key=mx.random.key(2))
+    found: list[np.ndarray] = []
+    for packs in (True, False):
+        modules: list[Any] = []
+
+        def install(module: Any, into: list[Any] = modules) -> tuple[()]:
+            into.append(module)
+            return ()
+
+        graph = load_head("eagle", folder, replace(target("llama"), packs=packs, install=install))
+        assert any("scales" in layer for _, layer in modules[0].named_modules()) == packs
+        graph.kv.resize(1)
+        graph.kv.begin(Group(0, 1, (1,)))
+        found.append(np.array(graph(mx.array([[7]]), hidden)))
+    assert np.allclose(*found, atol=1e-5)
 
 
 @pytest.mark.parametrize(

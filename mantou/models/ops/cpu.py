@@ -70,6 +70,7 @@ class CpuOps:
 
     name = "cpu"
     reads_blocks = True
+    compiles = False
 
     def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
         from mantou.models.ops.extension import kernels

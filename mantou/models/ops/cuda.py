@@ -1,7 +1,8 @@
 """What plain MLX gets wrong on CUDA at few tokens a row, mended with MLX's own operations. Knows no rows.
 
 Measured on an H200 (mlx 0.32.4): a bool mask at one query a row leaves the fused attention (4 to 9 times slower), and a
-quantised matmul takes every leading axis as a batch of single rows (2 to 5 times slower at 16 rows).
+quantised matmul takes every leading axis as a batch of single rows (2 to 5 times slower at 16 rows). Products of few
+rows wait for the host, so layers that read one input share one (see `joined`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec
 from mantou.kv.shapes import LayerShape
 from mantou.models.ops.in_place import InPlace
+from mantou.models.ops.joined import Joined, join
 from mantou.models.ops.plain import PlainOps
 from mantou.models.ops.records import cuda_kernels
 from mantou.models.ops.stack import stands
@@ -39,6 +41,36 @@ class FlatQuantizedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         return super().as_linear(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+class JoinedLinear(nn.Linear):
+    """Takes its share of a product with its siblings."""
+
+    joined: Joined
+    place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        share = self.joined.share(self.place, self, x)
+        return super().__call__(x) if share is None else share
+
+
+class JoinedQuantizedLinear(FlatQuantizedLinear):
+    """The same on quantised weights."""
+
+    joined: Joined
+    place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        share = self.joined.share(self.place, self, x)
+        return super().__call__(x) if share is None else share
+
+
+_JOINED = {nn.Linear: JoinedLinear, FlatQuantizedLinear: JoinedQuantizedLinear}
+
+
+def _ask_for_share(layer: Any, joined: Joined, place: int) -> None:
+    layer.__class__ = _JOINED[type(layer)]
+    layer.joined, layer.place = joined, place
 
 
 class FoldedAttention:
@@ -82,6 +114,7 @@ class FoldedAttention:
 
 class CudaOps(PlainOps):
     name = "cuda"
+    compiles = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,9 +127,12 @@ class CudaOps(PlainOps):
                 module.__class__ = FlatQuantizedLinear
             elif type(module) is nn.QuantizedEmbedding:
                 module.__class__ = FlatQuantizedEmbedding
+        join(model, tuple(_JOINED), _ask_for_share)
         if not stands(FoldedAttention):
             mx.fast.scaled_dot_product_attention = FoldedAttention(mx.fast.scaled_dot_product_attention)
-        return self._attention.install()
+        count = sum(type(module) in _JOINED.values() for _, module in model.named_modules())
+        notes = [f"CUDA: {count} linear layers share products"] if count else []
+        return [*notes, *self._attention.install()]
 
     def records(self, shape: LayerShape, codec: LayerCodec) -> RecordCodec | None:
         return self._attention.records(shape, codec)

@@ -14,6 +14,7 @@ class PlainOps:
 
     name = "mlx"
     reads_blocks = False
+    compiles = False
 
     def __init__(self, *notes: str) -> None:
         self._notes = notes

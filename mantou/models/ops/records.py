@@ -313,9 +313,9 @@ def _floats(values: Any) -> mx.array:
 
 
 def _columns(place: Place) -> mx.array:
-    """int32 [span, slot 0, start 0, slot 1, start 1, ..]."""
+    """int32 [span, slot 0, start 0, slot 1, start 1, ..]. Of the geometry's own array, which may be an input."""
     if place.at is None:
-        group, starts = place.geometry.group, place.geometry.starts
-        pairs = np.stack([np.arange(group.lo, group.hi), np.array(starts)], axis=1)
-        place.at = mx.array(np.concatenate([[place.span], pairs.ravel()]).astype(np.int32))
+        group, starts = place.geometry.group, place.geometry.offsets
+        pairs = mx.stack([mx.arange(group.lo, group.hi, dtype=mx.int32), starts], axis=1)
+        place.at = mx.concatenate([mx.array([place.span], dtype=mx.int32), pairs.reshape(-1)])
     return place.at

@@ -104,15 +104,27 @@ def _pack(module: nn.Module, group_size: int, bits: int, names: set[str]) -> Non
 
 
 def finish(module: nn.Module, target: Target) -> None:
-    """Numbers of the target's type, or packed at 8 bits; on the device's building blocks."""
+    """Numbers of the target's type, or packed: as they came, else at 8 bits; on the device's building blocks."""
     module.set_dtype(target.dtype)
-    if target.packs:
-        for path, layer in list(module.named_modules()):
-            if type(layer) is nn.Linear and (group := _group(layer.weight.shape[-1])):
-                _replace(module, path, layer.to_quantized(group, _BITS))
+    for path, layer in list(module.named_modules()):
+        if not target.packs and type(layer) is nn.QuantizedLinear:
+            _replace(module, path, _unpacked(layer))
+        elif target.packs and type(layer) is nn.Linear and (group := _group(layer.weight.shape[-1])):
+            _replace(module, path, layer.to_quantized(group, _BITS))
     module.eval()
     mx.eval(module.parameters())
     target.install(module)
+
+
+def _unpacked(layer: Any) -> nn.Linear:
+    weight = mx.dequantize(
+        layer["weight"], layer["scales"], layer.get("biases"), layer.group_size, layer.bits, layer.mode
+    )
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in layer)
+    linear.weight = weight
+    if "bias" in layer:
+        linear.bias = layer["bias"]
+    return linear
 
 
 def _group(width: int) -> int | None:
