@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mantou.kv.batch import KVBatch
-from mantou.kv.geometry import HostLengthError
 from mantou.protocols import Group
 
 log = logging.getLogger(__name__)
@@ -24,14 +23,11 @@ log = logging.getLogger(__name__)
 MAX_WIDTH = 16  # tokens a row: decoding and drafts. A prompt's chunk has enough to compute
 WORTH_IT = 8  # steps of a shape before it is compiled, which takes as long as some ten steps
 MOST_SHAPES = 32
+# Columns of a single row up to which attention with a mask costs less than building the step.
+MAX_LONE_SPAN = 1024
 
-MAX_LONE_SPAN = (
-    1024  # columns of a single row up to which attention with a mask costs less than building the step
-)
-
-Forward = Callable[
-    [mx.array], Sequence[mx.array]
-]  # tokens int32[rows, width] -> logits, and what else is wanted
+# tokens int32[rows, width], and int32[rows, K] of which positions' logits are wanted -> logits, and what else is kept
+Forward = Callable[[mx.array, mx.array | None], Sequence[mx.array]]
 
 
 def in_one_form(group: Group, start: int) -> bool:
@@ -60,33 +56,33 @@ class CompiledSteps:
     def num_compiled(self) -> int:
         return sum(shape.run is not None for shape in self._shapes.values())
 
-    def __call__(self, tokens: mx.array) -> Sequence[mx.array]:
+    def __call__(self, tokens: mx.array, wanted: mx.array | None) -> Sequence[mx.array]:
         """What `forward` gives. The layers hold their new buffers."""
-        shape = self._shape(tokens)
+        shape = self._shape(tokens, wanted)
         if shape is None:
-            return self._forward(tokens)
+            return self._forward(tokens, wanted)
         try:
             if shape.run is None:
                 shape.run = mx.compile(self._traced)
-            return self._run(shape.run, tokens)
-        except (HostLengthError, RuntimeError, ValueError) as error:
+            return self._run(shape.run, tokens, wanted)
+        except (RuntimeError, ValueError) as error:  # MLX's own, or a HostLengthError
             self.off = f"the graph cannot be compiled ({str(error).strip().splitlines()[0][:160]})"
             log.warning("steps are built one by one: %s", self.off)
             self._shapes.clear()
-            return self._forward(tokens)
+            return self._forward(tokens, wanted)
 
     def forget(self) -> None:
         """The graph is another from now on."""
         self._shapes.clear()
 
-    def _shape(self, tokens: mx.array) -> _Shape | None:
+    def _shape(self, tokens: mx.array, wanted: mx.array | None) -> _Shape | None:
         """Its entry, if this step is to run compiled."""
         if self.off is not None or tokens.shape[1] > MAX_WIDTH:
             return None
         key = self._kv.form()
         if key is None:
             return None
-        key = tokens.shape[1], key
+        key = tokens.shape[1], 0 if wanted is None else wanted.shape[1], key
         shape = self._shapes.setdefault(key, _Shape())
         self._shapes.move_to_end(key)
         while len(self._shapes) > MOST_SHAPES:
@@ -94,16 +90,20 @@ class CompiledSteps:
         shape.seen += 1
         return shape if shape.seen > WORTH_IT else None
 
-    def _run(self, run: Callable[..., Sequence[mx.array]], tokens: mx.array) -> Sequence[mx.array]:
+    def _run(
+        self, run: Callable[..., Sequence[mx.array]], tokens: mx.array, wanted: mx.array | None
+    ) -> Sequence[mx.array]:
         geometry = self._kv.geometry
         assert geometry is not None
         buffers = self._kv.arrays()
-        results = run(tokens, geometry.offsets, *buffers)
+        results = run(tokens, wanted, geometry.offsets, *buffers)
         num_results = len(results) - len(buffers)
         self._kv.put(results[num_results:])
         return results[:num_results]
 
-    def _traced(self, tokens: mx.array, offsets: mx.array, *buffers: mx.array) -> Sequence[mx.array]:
+    def _traced(
+        self, tokens: mx.array, wanted: mx.array | None, offsets: mx.array, *buffers: mx.array
+    ) -> Sequence[mx.array]:
         with self._kv.traced(offsets, buffers):
-            results = self._forward(tokens)
+            results = self._forward(tokens, wanted)
             return [*results, *self._kv.arrays()]

@@ -128,23 +128,26 @@ class Runner:
         hidden, self._hidden = self._hidden, None
         return hidden
 
-    def _take_captured(self) -> mx.array | None:
+    def take_captured(self) -> mx.array | None:
+        """What the graph's last call left to capture; `take_hidden` gives that of the last forward."""
         if self._selection is None:
             return None
         hidden, self._selection.hidden = self._selection.hidden, None
         return hidden if self._taps is None or hidden is None else self._taps.take()
 
-    def _forward(self, tokens: mx.array) -> Sequence[mx.array]:
-        """Logits of all that the selection lets through, and hidden states if they are captured."""
-        logits = self.model.module(tokens, cache=self.kv.caches)
-        hidden = self._take_captured()
+    def _forward(self, tokens: mx.array, index: mx.array | None) -> Sequence[mx.array]:
+        """Logits of positions `index` int32[rows, K], or of all; and hidden states, if they are captured."""
+        if self._selection is not None:
+            self._selection.index = index
+        try:
+            logits = self.model.module(tokens, cache=self.kv.caches)
+        finally:
+            if self._selection is not None:
+                self._selection.index = None
+        if self._selection is None and index is not None:
+            logits = mx.take_along_axis(logits, index[..., None], axis=1)
+        hidden = self.take_captured()
         return [logits] if hidden is None else [logits, hidden]
-
-    def _logits(self, tokens: mx.array, *, compiled: bool = False) -> mx.array:
-        run = self.compiled if compiled and self.compiled is not None else self._forward
-        logits, *hidden = run(tokens)
-        self._hidden = hidden[0] if hidden else None
-        return logits
 
     def forward(
         self,
@@ -166,17 +169,12 @@ class Runner:
                 padded[row, : len(known)] = known
             tokens = mx.array(padded)
         self._begin(group, rewindable=rewindable)
-        if wanted is None or group.width == 1:
-            return tokens, self._logits(tokens, compiled=True)
-        index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
-        if self._selection is None:
-            logits = self._logits(tokens)
-            return tokens, mx.take_along_axis(logits, index[..., None], axis=1)
-        self._selection.index = index
-        try:
-            return tokens, self._logits(tokens)
-        finally:
-            self._selection.index = None
+        index = None
+        if wanted is not None and group.width > 1:
+            index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
+        logits, *hidden = (self.compiled or self._forward)(tokens, index)
+        self._hidden = hidden[0] if hidden else None
+        return tokens, logits
 
     def _begin(self, group: Group, *, rewindable: bool = False) -> None:
         if self.block:

@@ -86,7 +86,7 @@ def from_scratch(family: str, tokens: list[int], count: int) -> list[int]:
         KVCache() for _ in make_caches(module)
     ]  # whole rows, where the model would keep a window
     module(mx.array([tokens[:-1]]), cache=caches)
-    captured = runner.take_hidden()
+    captured = runner.take_captured()
     assert captured is not None
     hidden, held = captured[:, -1:], len(tokens) - 1
     seen = []
