@@ -192,9 +192,10 @@ def load_step(
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"
     )
+    sampler = make_sampler(config, ops)
     store, checkpoints = make_stores(config, recurrent=runner.recurrent)
     try:
-        drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, board)
+        drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, sampler, board)
         budget = replace(budget, beside=drafting.kept)
         info = limit_context(info, budget)
     except BaseException:
@@ -210,7 +211,7 @@ def load_step(
     info = replace(info, extra={**info.extra, **extra})
     axes = Axes(
         scheduler=FairScheduler(rows, budget.fits),
-        sampler=make_sampler(config, ops),
+        sampler=sampler,
         provider=drafting.provider,
         constraints=constraints or NoConstraints(),
         store=store,

@@ -41,9 +41,13 @@ def make_drafting(
     info: ModelInfo,
     identity: str,
     store: PrefixStore,
+    sampler: DeviceSampler,
     board: ProgressBoard | None,
 ) -> Drafting:
     """The draft provider of the flags. `identity`: everything that the time of a step depends on but the machine."""
+    import mlx.core as mx
+
+    from mantou.data import Sampling
     from mantou.models.device import this_device
     from mantou.models.hub import default_cache_dir
     from mantou.spec.calibrate import step_costs
@@ -53,9 +57,14 @@ def make_drafting(
 
     costs = (config.cache_dir or default_cache_dir()).parent / "step-costs"
 
+    def draw(logits: mx.array) -> list[mx.array]:
+        num_rows, width, _ = logits.shape
+        wishes = sampler.prepare([Sampling(temperature=0.0)] * num_rows)
+        return sampler.draw(logits, wishes, [range(width)] * num_rows).arrays()
+
     def measured(of: Runner, what: str) -> StepCosts:
         where = f"{this_device().name} {config.threads} {config.prefill_chunk} {__version__}"
-        return step_costs(of, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
+        return step_costs(of, draw, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
 
     def load_model(kind: str) -> LoadedDraft:
         return load_draft(kind, config, folder, runner, info, store, measured, board)
