@@ -50,7 +50,7 @@ def step_costs(
 
 
 def measure(runner: Runner, draw: DrawGreedy, max_rows: int, budget_s: float = BUDGET_S) -> Measured:
-    """Forwards over empty rows, small ones first, within about `budget_s`. Leaves the KV empty.
+    """Forwards over empty rows, small ones first, within about `budget_s` and a quarter. Leaves the KV empty.
 
     Two rounds, and the faster time counts: the first may compile, allocate or read weights from the disk, and on a
     shared machine what disturbs one round is mostly gone in the other.
@@ -65,14 +65,14 @@ def measure(runner: Runner, draw: DrawGreedy, max_rows: int, budget_s: float = B
             break
     for (rows, width), seconds in tuple(cells.items()):
         cells[rows, width] = min(seconds, _forward_s(runner, draw, width, (width,) * rows))
-    padding = _padding(runner, draw, cells)
+    padding = _padding(runner, draw, {cell: s for cell, s in cells.items() if s < budget_s / 8})
     runner.kv.resize(0)
     return Measured(cells, padding)
 
 
 def _padding(runner: Runner, draw: DrawGreedy, cells: Mapping[Cell, float]) -> float:
-    """One row as wide as all were in the largest step that was measured, the others with a token each: where that is
-    between the step of one token a row and the step of as many as the widest. Without such steps padding is dear."""
+    """One row as wide as all were in the largest of these steps, the others with a token each: where that is between
+    paying for what rows feed and paying for the widest row each. Without such steps padding is taken to be dear."""
     wide = [(r, w) for r, w in cells if r > 1 and w > 2 and (r, 1) in cells]
     if not wide or not (runner.ragged_widths and runner.ragged_offsets):
         return 1.0

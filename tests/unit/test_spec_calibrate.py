@@ -73,7 +73,7 @@ def test_padding_is_measured_between_a_step_without_it_and_a_full_one(
     for share in (0.0, 0.5, 1.0):
 
         def seconds(_: Any, __: Any, width: int, num_tokens: tuple[int, ...], share: float = share) -> float:
-            return sum(num_tokens) + share * (width * len(num_tokens) - sum(num_tokens))
+            return 1e-4 * (sum(num_tokens) + share * (width * len(num_tokens) - sum(num_tokens)))
 
         monkeypatch.setattr(calibrate, "_forward_s", seconds)
         assert measure(runner, draw, 8).padding == pytest.approx(share)
