@@ -194,10 +194,13 @@ def load_step(
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"
     )
+    sampler = make_sampler(config, ops)
     store, checkpoints = make_stores(config, recurrent=runner.recurrent)
     try:
-        drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, board)
-        budget = replace(budget, beside=drafting.kept)
+        drafting = make_drafting(config, folder, runner, info, f"{numbers} {plan.key}", store, sampler, board)
+        budget = replace(
+            make_budget(config, runner, shapes.slots, drafting.weights_bytes), beside=drafting.kept
+        )
         info = limit_context(info, budget)
     except BaseException:
         store.close()
@@ -206,13 +209,14 @@ def load_step(
     extra = {
         "drafts": drafting.note,
         "draft_kinds": drafting.kinds,
+        "draft_weights_bytes": drafting.weights_bytes,
         "draft_kv_bytes_per_token": drafting.kept.token_bytes if drafting.kept else 0.0,
         "fill": config.fill,
     }
     info = replace(info, extra={**info.extra, **extra})
     axes = Axes(
         scheduler=FairScheduler(rows, budget.fits),
-        sampler=make_sampler(config, ops),
+        sampler=sampler,
         provider=drafting.provider,
         constraints=constraints or NoConstraints(),
         store=store,
@@ -231,7 +235,9 @@ def load_step(
     return step, info
 
 
-def make_budget(config: Config, runner: Runner, slots: Callable[[int], int]) -> KVBudget:
+def make_budget(
+    config: Config, runner: Runner, slots: Callable[[int], int], draft_bytes: int = 0
+) -> KVBudget:
     """What rows may take together. Raises ConfigError if the memory budget leaves nothing for them."""
     from mantou.kv.budget import KVBudget, kv_limit
     from mantou.models.device import limit_memory
@@ -241,6 +247,7 @@ def make_budget(config: Config, runner: Runner, slots: Callable[[int], int]) -> 
         config.memory_budget_bytes,
         weights_bytes=runner.model.weights_bytes,
         chunk=config.prefill_chunk,
+        draft_bytes=draft_bytes,
     )
     if config.memory_budget_bytes is not None:
         limit_memory(config.memory_budget_bytes)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mantou import __version__
 from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.errors import ModelError
 from mantou.progress import ProgressBoard
-from mantou.protocols import CacheKey, DeviceOps, DraftProvider, PrefixStore
+from mantou.protocols import CacheKey, DeviceOps, PrefixStore
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +42,29 @@ def make_drafting(
     info: ModelInfo,
     identity: str,
     store: PrefixStore,
+    sampler: DeviceSampler,
     board: ProgressBoard | None,
 ) -> Drafting:
     """The draft provider of the flags. `identity`: everything that the time of a step depends on but the machine."""
+    import mlx.core as mx
+
+    from mantou.data import Sampling
     from mantou.models.device import this_device
     from mantou.models.hub import default_cache_dir
     from mantou.spec.calibrate import step_costs
     from mantou.spec.heads.kinds import MTP, predicts
-    from mantou.spec.setup import LoadedDraft
     from mantou.spec.setup import make_drafting as make
 
     costs = (config.cache_dir or default_cache_dir()).parent / "step-costs"
 
+    def draw(logits: mx.array) -> list[mx.array]:
+        num_rows, width, _ = logits.shape
+        wishes = sampler.prepare([Sampling(temperature=0.0)] * num_rows)
+        return sampler.draw(logits, wishes, [range(width)] * num_rows).arrays()
+
     def measured(of: Runner, what: str) -> StepCosts:
         where = f"{this_device().name} {config.threads} {config.prefill_chunk} {__version__}"
-        return step_costs(of, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
+        return step_costs(of, draw, int(info.extra["rows"]), identity=f"{what} {where}", folder=costs)
 
     def load_model(kind: str) -> LoadedDraft:
         return load_draft(kind, config, folder, runner, info, store, measured, board)
@@ -64,13 +73,13 @@ def make_drafting(
         if not predicts(folder):
             return None
         try:
-            provider, kept = load_head(MTP, config, folder, runner, info, store)
+            loaded = load_head(MTP, config, folder, runner, info, store)
         except ModelError as error:
             if config.mtp or config.draft_kind is not None:
                 raise
             log.warning("the model's prediction layer is not used: %s", error.message)
             return None
-        return LoadedDraft(MTP, provider, "the model's own prediction layer", kept)
+        return replace(loaded, note="the model's own prediction layer")
 
     pipelined = not this_device().on_cpu
     return make(config, lambda: measured(runner, identity), load_model, load_own, pipelined=pipelined)
@@ -89,25 +98,22 @@ def load_draft(
     """What --draft-model names: a model, or a head of one of the known kinds. Raises ModelError."""
     from mantou.models.hub import obtain
     from mantou.spec.heads.kinds import MODEL, kind_of
-    from mantou.spec.setup import AUTO, LoadedDraft
+    from mantou.spec.setup import AUTO
 
     name = str(config.draft_model)
     place = obtain(name, revision=None, cache_dir=config.cache_dir, board=board or ProgressBoard())
     kind = kind_of(place) if kind == AUTO else kind
     if kind == MODEL:
-        provider, kept = load_draft_model(config, folder, place, target, info, store, measured)
-        return LoadedDraft(kind, provider, f"draft model {place.name}", kept)
-    provider, kept = load_head(kind, config, place, target, info, store)
-    return LoadedDraft(kind, provider, f"{kind} head {place.name}", kept)
+        return load_draft_model(config, folder, place, target, info, store, measured)
+    return load_head(kind, config, place, target, info, store)
 
 
 def load_head(
     kind: str, config: Config, place: Path, target: Runner, info: ModelInfo, store: PrefixStore
-) -> tuple[DraftProvider, KVBudget | None]:
-    """A head on the target's hidden states as a provider, and what it keeps of each row, if anything.
+) -> LoadedDraft:
+    """A head on the target's hidden states as a provider. Raises ModelError if it is another model's."""
+    from mlx.utils import tree_flatten
 
-    Raises ModelError if it is another model's.
-    """
     from mantou.kv.budget import KVBudget
     from mantou.kv.codecs import make_scheme
     from mantou.models.checkpoint import fingerprint
@@ -117,12 +123,14 @@ def load_head(
     from mantou.spec.heads.kinds import HEADS, measure
     from mantou.spec.heads.kinds import load_head as load
     from mantou.spec.heads.parts import Target
+    from mantou.spec.setup import LoadedDraft
     from mantou.spec.slots import slots_for
 
     device = this_device().kind
     ops = device_ops(device, threads=config.threads, activations=config.cpu_activations)
     vocabulary = target.vocabulary()
     kept: list[KVBudget] = []
+    sizes: list[int] = []
 
     def plan(shapes: Sequence[LayerShape]) -> KVPlan:
         """A head asks for its one plan while it is loaded."""
@@ -130,13 +138,18 @@ def load_head(
         kept.append(KVBudget(found, None, slots_for, slack=1))
         return found
 
+    def install(module: Any) -> Sequence[str]:
+        """A head hands over each of its modules once its weights are what they will be."""
+        sizes.append(sum(array.nbytes for array in dict(tree_flatten(module.parameters())).values()))
+        return ops.install(module)
+
     helped = Target(
         info.id,
         info.vocab_size,
         DTYPES[target.model.dtype],
         vocabulary,
         plan,
-        ops.install,
+        install,
         len(target.model.module.layers),
         # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more. On CUDA a product of
         # packed weights costs more than one of 16-bit floats, and half a minute to compile its kernel.
@@ -158,7 +171,7 @@ def load_head(
         measure(make, graph, int(info.extra["rows"]), helped.hidden_size * max(len(graph.taps), 1)),
         num_tokens=config.num_draft_tokens or 4,
     )
-    return provider, next(iter(kept), None)
+    return LoadedDraft(kind, provider, f"{kind} head {place.name}", next(iter(kept), None), sum(sizes))
 
 
 def load_draft_model(
@@ -169,8 +182,8 @@ def load_draft_model(
     info: ModelInfo,
     store: PrefixStore,
     measured: Callable[[Runner, str], StepCosts],
-) -> tuple[DraftProvider, KVBudget]:
-    """A model of its own as a provider, and what it keeps of each row. Raises ModelError for another vocabulary."""
+) -> LoadedDraft:
+    """A model of its own as a provider. Raises ModelError for another vocabulary."""
     from mantou.chat.tokenizer import Tokenizer
     from mantou.kv.budget import KVBudget
     from mantou.kv.codecs import make_scheme
@@ -179,8 +192,9 @@ def load_draft_model(
     from mantou.models.load import load
     from mantou.models.ops import device_ops
     from mantou.models.runner import Runner as DraftRunner
+    from mantou.spec.heads.kinds import MODEL
     from mantou.spec.model import ModelDraft
-    from mantou.spec.setup import vocabulary_fault
+    from mantou.spec.setup import LoadedDraft, vocabulary_fault
     from mantou.spec.slots import slots_for
 
     name = str(config.draft_model)
@@ -212,4 +226,5 @@ def load_draft_model(
         num_tokens=config.num_draft_tokens or 4,
         vocab_size=info.vocab_size,
     )
-    return provider, KVBudget(runner.plan, None, slots_for, runner.ring_slack, runner.block)
+    kept = KVBudget(runner.plan, None, slots_for, runner.ring_slack, runner.block)
+    return LoadedDraft(MODEL, provider, f"draft model {place.name}", kept, loaded.weights_bytes)

@@ -179,8 +179,9 @@ class DraftProvider(Protocol):
         """Every committed forward, prompts included, for providers that want hidden states."""
         ...
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
-        """How long a decode step took, its drafts not counted."""
+    def timed(self, num_tokens: Sequence[int], num_held: int, seconds: float) -> None:
+        """How long a decode step took, its drafts not counted. Each row fed `num_tokens`; before it, all of them held
+        `num_held` together."""
         ...
 
     def release(self, request: Request) -> None: ...

@@ -171,13 +171,14 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _result(path: Path, folder: Path) -> str:
-    from tests.bench import cache_report, draft_servers, paged_report, report
+    from tests.bench import cache_report, draft_servers, paged_report, report, speculation
 
     name, result = path.relative_to(folder).as_posix(), json.loads(path.read_text())
     tables: dict[str, Callable[[Any], str]] = {
         "cache": cache_report.table,
         "paged": paged_report.table,
         "draft_servers": draft_servers.table,
+        "speculation": speculation.table,
     }
     table = next((tables[kind] for kind in tables if kind in result), report.table)
     return f"From [{name}]({name}).\n\n{table(result)}"

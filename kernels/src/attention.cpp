@@ -75,7 +75,8 @@ class Task {
   void add_query(int t, int h, int padded) {
     const int i = static_cast<int>(l_.queries.size());
     float* q = q_ + static_cast<size_t>(i) * padded;
-    kernels_.load(c_.q.at(b_, h, t), 0, c_.q.type, c_.head_dim, q);
+    const void* from = c_.first == nullptr ? c_.q.at(b_, h, t) : c_.q.at(0, h, c_.first[b_] + t);
+    kernels_.load(from, 0, c_.q.type, c_.head_dim, q);
     for (int d = 0; d < c_.head_dim; ++d) q[d] *= c_.scale;
     kernels_.round(q, c_.head_dim, c_.round);
     Range range = visible(c_, b_, t);
@@ -103,7 +104,8 @@ class Task {
                      c_.mask.type, l_.sinks.empty() ? nullptr : l_.sinks.data(), c_.round, l_.results.data(), scratch,
                      c_.k_groups.at(b_, kv_head_), c_.v_groups.at(b_, kv_head_), c_.table.row(b_), c_.table.shift});
     for (int i = 0; i < count; ++i) {
-      const size_t row = (static_cast<size_t>(b_) * c_.tokens + l_.tokens[i]) * c_.heads + l_.heads[i];
+      const size_t first = c_.first == nullptr ? static_cast<size_t>(b_) * c_.tokens : c_.first[b_];
+      const size_t row = (first + l_.tokens[i]) * c_.heads + l_.heads[i];
       kernels_.store(l_.results[i], c_.value_dim, c_.out_type, c_.out, row * c_.value_dim);
     }
   }
@@ -131,7 +133,8 @@ void attention(const Kernels& kernels, const AttentionCall& c, Hands hands) {
     for (int i = begin; i < end; ++i) {
       const int part = i % parts, ch = i / parts % chunks, kv_head = i / (parts * chunks) % c.kv_heads;
       const int b = i / (parts * chunks * c.kv_heads), h0 = kv_head * group + part * per_part;
-      Task(kernels, c, b, kv_head, ch * chunk, std::min(c.tokens, (ch + 1) * chunk), h0, h0 + per_part);
+      const int t0 = ch * chunk, t1 = std::min(c.first == nullptr ? c.tokens : c.count[b], t0 + chunk);
+      if (t0 < t1) Task(kernels, c, b, kv_head, t0, t1, h0, h0 + per_part);
     }
   });
 }

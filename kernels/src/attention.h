@@ -65,6 +65,9 @@ struct AttentionCall {
   const int32_t* start = nullptr;
   const int32_t* lengths = nullptr;
   const int32_t* count = nullptr;  // only the first count[b] tokens are real, the others give 0
+  // Where given (with `count`), q and out hold real tokens only: token t of row b is their row first[b] + t, and the
+  // strides of batch rows mean nothing.
+  const int32_t* first = nullptr;
   bool causal = false;
   int window = 0;
 

@@ -60,25 +60,6 @@ MANTOU_INLINE Vf load_key(const AttendTask& t, int64_t j, int d, int lanes) {
   return load_as_part(t.keys, static_cast<size_t>(j * t.key_stride + d), t.kv, lanes);
 }
 
-static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* scores, size_t stride) {
-  const int dim = padded_dim(t.head_dim);
-  std::memset(kt, 0, static_cast<size_t>(dim) * kLanes * sizeof(float));
-  alignas(64) float row[kLanes];
-  for (int j0 = lo; j0 < hi; j0 += kLanes) {
-    const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
-    const int64_t at = row_of(t, j0);  // blocks hold whole tiles
-    for (int j = 0; j < keys; ++j)
-      each_vector(t.head_dim, [&](int d, int lanes) {
-        store(row, load_key(t, at + j, d, lanes));
-        for (int i = 0; i < lanes; ++i) kt[16 * (d + i) + j] = row[i];
-      });
-    float* out = scores + (j0 - lo);
-    int i = 0;
-    for (; i + 4 <= t.num_queries; i += 4) scores_16<4>(t.queries + i, kt, dim, out + i * stride, stride);
-    for (; i < t.num_queries; ++i) scores_16<1>(t.queries + i, kt, dim, out + i * stride, stride);
-  }
-}
-
 // Packed keys are unpacked once for all queries.
 static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, float* scores, size_t stride) {
   for (int j = lo; j < hi;) {
@@ -106,6 +87,34 @@ MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t at, int64_t ahead) {
   };
   if (ahead >= 0) fetch(t.keys, ahead * t.key_stride, t.head_dim);
   fetch(t.values, at * t.value_stride, t.value_dim);
+}
+
+static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* scores, size_t stride) {
+  const int dim = padded_dim(t.head_dim);
+  for (int j0 = lo; j0 < hi; j0 += kLanes) {
+    const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
+    const int64_t at = row_of(t, j0);  // blocks hold whole tiles
+    if (t.key_groups.bits == 0) {
+      const int64_t ahead = j0 + kLanes < hi ? row_of(t, j0 + kLanes) : -1;
+      for (int j = 0; j < keys; ++j) fetch_ahead(t, at + j, ahead < 0 || j0 + kLanes + j >= hi ? -1 : ahead + j);
+    }
+    each_vector(t.head_dim, [&](int d, int lanes) {
+      Vf tile[kLanes];
+      for (int j = 0; j < keys; ++j) tile[j] = load_key(t, at + j, d, lanes);
+      for (int j = keys; j < kLanes; ++j) tile[j] = zero();
+      transpose(tile);
+      for (int i = 0; i < kLanes; ++i) store(kt + 16 * (d + i), tile[i]);
+    });
+    float* out = scores + (j0 - lo);
+    int i = 0;
+    for (; i + 4 <= t.num_queries; i += 4) scores_16<4>(t.queries + i, kt, dim, out + i * stride, stride);
+    switch (t.num_queries - i) {
+      case 3: scores_16<3>(t.queries + i, kt, dim, out + i * stride, stride); break;
+      case 2: scores_16<2>(t.queries + i, kt, dim, out + i * stride, stride); break;
+      case 1: scores_16<1>(t.queries + i, kt, dim, out + i * stride, stride); break;
+      default: break;
+    }
+  }
 }
 
 static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {

@@ -2,8 +2,10 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "attention.h"
 #include "linear.h"
@@ -18,32 +20,67 @@ constexpr size_t kWarmBytes = size_t{256} << 10;
 
 const float* or_null(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
 
+// The tokens that are computed, one after the other. Rows that feed fewer than others cost what they feed: padding takes
+// part in no product.
+class Tokens {
+ public:
+  explicit Tokens(const LayerCall& c) {
+    row.reserve(static_cast<size_t>(c.batch) * c.tokens), token.reserve(row.capacity());
+    for (int b = 0; b < c.batch; ++b) {
+      first.push_back(static_cast<int>(row.size()));
+      const int n = c.count != nullptr ? c.count[b] : c.tokens;
+      for (int t = 0; t < n; ++t) row.push_back(b), token.push_back(t);
+    }
+    padded = static_cast<int>(row.size()) < c.batch * c.tokens;
+  }
+
+  int size() const { return static_cast<int>(row.size()); }
+
+  std::vector<int> row, token;  // of each
+  std::vector<int32_t> first;   // of each row
+  bool padded;                  // whether there are others
+};
+
 class Layer {
  public:
   Layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call)
-      : k_(kernels), s_(spec), c_(call), rows_(call.batch * call.tokens), hidden_(spec.qkv->layout.k),
+      : k_(kernels), s_(spec), c_(call), tokens_(call), rows_(tokens_.size()), hidden_(spec.qkv->layout.k),
         item_(size_of(call.type)) {}
 
   void run() {
+    if (!tokens_.padded) return run(static_cast<const uint8_t*>(c_.x), static_cast<uint8_t*>(c_.out));
+    static thread_local Scratch memory;
+    uint8_t* x = memory.take(bytes(hidden_));
+    const size_t one = hidden_ * item_;
+    const auto place = [&](int r) { return (static_cast<size_t>(tokens_.row[r]) * c_.tokens + tokens_.token[r]) * one; };
+    for (int r = 0; r < rows_; ++r) std::memcpy(x + r * one, static_cast<const uint8_t*>(c_.x) + place(r), one);
+    if (rows_ > 0) run(x, x);
+    auto* out = static_cast<uint8_t*>(c_.out);
+    std::memset(out, 0, static_cast<size_t>(c_.batch) * c_.tokens * one);
+    for (int r = 0; r < rows_; ++r) std::memcpy(out + place(r), x + r * one, one);
+  }
+
+ private:
+  // x and out: [rows_, hidden], and may be the same.
+  void run(const uint8_t* x, uint8_t* out) {
     static thread_local Scratch qkv_memory, attended_memory, hidden_memory, gated_memory;
     const int width = s_.qkv->layout.rows, attended = s_.heads * s_.head_dim, inner = s_.gate_up->layout.rows / 2;
     uint8_t* qkv = qkv_memory.take(bytes(width));
-    product(*s_.qkv, c_.x, &s_.input_norm, or_null(s_.qkv_bias), nullptr, qkv);
+    product(*s_.qkv, x, &s_.input_norm, or_null(s_.qkv_bias), nullptr, qkv);
     warm(*s_.out);
     rotate_and_append(qkv, width);
     uint8_t* mixed = attended_memory.take(bytes(attended));
     attend(qkv, width, mixed);
     uint8_t* h = hidden_memory.take(bytes(hidden_));
-    residual_product(*s_.out, mixed, or_null(s_.out_bias), s_.attention_out_norm, c_.x, h);
+    residual_product(*s_.out, mixed, or_null(s_.out_bias), s_.attention_out_norm, x, h);
     warm(*s_.gate_up);
     uint8_t* gated = gated_memory.take(bytes(inner));
     product(*s_.gate_up, h, &s_.mlp_norm, nullptr, nullptr, gated, true);
     warm(*s_.down);
-    residual_product(*s_.down, gated, nullptr, s_.mlp_out_norm, h, c_.out);
+    residual_product(*s_.down, gated, nullptr, s_.mlp_out_norm, h, out);
     if (c_.next != nullptr) warm(*c_.next);
   }
 
- private:
   // A few rows wait for weights, so idle helpers begin to fetch those of the next product: as much as half a cache.
   void warm(const Packed& w) const {
     if (rows_ <= kFewRows) Pool::instance().warm(w.data, std::min(w.nbytes(), kWarmBytes));
@@ -106,8 +143,7 @@ class Layer {
       static thread_local Scratch memory;
       float *v = memory.floats(2 * static_cast<size_t>(d)), *spare = v + d;
       for (int r = begin; r < end; ++r) {
-        const int b = r / c_.tokens, t = r % c_.tokens;
-        if (c_.count != nullptr && t >= c_.count[b]) continue;
+        const int b = tokens_.row[r], t = tokens_.token[r];
         const float* angles = s_.rope->angles(static_cast<int64_t>(c_.start[b]) + t, spare);
         const size_t row = static_cast<size_t>(r) * width;
         for (int h = 0; h < s_.heads; ++h) {
@@ -143,6 +179,7 @@ class Layer {
     a.k_groups = c_.keys.groups(), a.v_groups = c_.values.groups();
     a.round = a.out_type = c_.type;
     a.count = c_.count;
+    if (tokens_.padded) a.first = tokens_.first.data();
     if (c_.ring > 0) {
       a.keys = c_.ring;
       a.mask = c_.mask;
@@ -158,6 +195,7 @@ class Layer {
   const Kernels& k_;
   const LayerSpec& s_;
   const LayerCall& c_;
+  const Tokens tokens_;
   const int rows_, hidden_;
   const size_t item_;
 };

@@ -43,7 +43,7 @@ struct LayerCall {
   int batch = 0, tokens = 0;
   KVBuffer keys, values;  // row b starts at position start[b]
   const int32_t* start = nullptr;
-  const int32_t* count = nullptr;  // real tokens of each row, or null for all; the others append nothing
+  const int32_t* count = nullptr;  // real tokens of each row, or null for all; the others append nothing and give 0
   int window = 0;
   // Position p lives in column p % ring and `mask` says what is seen; 0 = column p, and the window says it.
   int ring = 0;

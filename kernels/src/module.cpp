@@ -101,12 +101,12 @@ void bind_draw(nb::module_& m) {
   m.def(
       "draw",
       [](const array& logits, array sampled, array inverse_temperature, array top_p, array top_k, array min_p_log,
-         array seed_words, array positions, int num_top, Optional allowed) {
+         array seed_words, array positions, int num_top, Optional allowed, Optional count) {
         return draw(logits, {sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions, num_top,
-                             allowed});
+                             allowed, count});
       },
       "logits"_a, nb::kw_only(), "sampled"_a, "inverse_temperature"_a, "top_p"_a, "top_k"_a, "min_p_log"_a,
-      "seed_words"_a, "positions"_a, "num_top"_a = -1, "allowed"_a = nb::none());
+      "seed_words"_a, "positions"_a, "num_top"_a = -1, "allowed"_a = nb::none(), "count"_a = nb::none());
 }
 
 void bind_layer(nb::module_& m) {

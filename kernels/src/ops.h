@@ -112,6 +112,7 @@ struct DrawOptions {
   array sampled, inverse_temperature, top_p, top_k, min_p_log, seed_words, positions;
   int num_top;  // -1 = tokens only, 0 = their log-probabilities too, n = and n alternatives
   Optional allowed;  // uint8 [B, T, V / 8 rounded up]: one bit a token, the lowest first
+  Optional count;    // int32 [B]: only the first count[b] positions of a row are drawn, the others give 0
 };
 // logits [B, T, V] -> tokens int32 [B, T], log-probabilities f32 [B, T], alternatives int32 and f32 [B, T, num_top].
 std::vector<array> draw(const array& logits, const DrawOptions& options);

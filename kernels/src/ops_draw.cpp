@@ -1,4 +1,6 @@
 // Drawing the tokens of all rows and positions as one MLX primitive.
+#include <cstring>
+
 #include "bridge.h"
 #include "ops.h"
 #include "pool.h"
@@ -8,17 +10,19 @@ namespace {
 
 class Draw : public CpuPrimitive {
  public:
-  // Its last input is one bit a token, if there is a ninth.
-  Draw(mx::Stream s, int num_top) : CpuPrimitive(s), num_top_(num_top) {}
+  // Inputs from the ninth on: one bit a token?, how many positions of a row are drawn?
+  Draw(mx::Stream s, int num_top, bool restricted, bool counted)
+      : CpuPrimitive(s), num_top_(num_top), restricted_(restricted), counted_(counted) {}
   const char* name() const override { return "MantouDraw"; }
   void eval_cpu(const std::vector<array>& inputs, std::vector<array>& outputs) override {
     for (array& o : outputs) allocate(o);
-    dispatch(inputs, outputs, [top = num_top_](std::vector<array>& in, std::vector<array>& out) { run(top, in, out); });
+    dispatch(inputs, outputs, [top = num_top_, restricted = restricted_, counted = counted_](
+                                  std::vector<array>& in, std::vector<array>& out) { run(top, restricted, counted, in, out); });
   }
 
  private:
-  static void run(int num_top, std::vector<array>& in, std::vector<array>& out) {
-    static thread_local Scratch scratch[9];
+  static void run(int num_top, bool restricted, bool counted, std::vector<array>& in, std::vector<array>& out) {
+    static thread_local Scratch scratch[10];
     const int batch = in[0].shape(0), tokens = in[0].shape(1), vocab = in[0].shape(2);
     const uint8_t* logits = contiguous(in[0], scratch[0]);
     const auto* sampled = contiguous(in[1], scratch[1]);
@@ -28,7 +32,8 @@ class Draw : public CpuPrimitive {
     const auto* min_p = contiguous_as<float>(in[5], scratch[5]);
     const auto* words = contiguous_as<uint32_t>(in[6], scratch[6]);
     const auto* positions = contiguous_as<uint32_t>(in[7], scratch[7]);
-    const uint8_t* allowed = in.size() > 8 ? contiguous(in[8], scratch[8]) : nullptr;
+    const uint8_t* allowed = restricted ? contiguous(in[8], scratch[8]) : nullptr;
+    const int32_t* count = counted ? contiguous_as<int32_t>(in[8 + restricted], scratch[9]) : nullptr;
     const size_t num_bytes = (static_cast<size_t>(vocab) + 7) / 8;
     const Scalar type = scalar_of(in[0].dtype());
     const Kernels& f = kernels();
@@ -37,6 +42,10 @@ class Draw : public CpuPrimitive {
       static thread_local Scratch row;
       for (int i = begin; i < end; ++i) {
         const int b = i / tokens;
+        if (count != nullptr && i % tokens >= count[b]) {
+          for (array& o : out) std::memset(o.data<uint8_t>() + i * (o.nbytes() / (batch * tokens)), 0, o.nbytes() / (batch * tokens));
+          continue;
+        }
         const size_t at = static_cast<size_t>(i) * vocab;
         const float* x = type == Scalar::f32 ? reinterpret_cast<const float*>(logits) + at : nullptr;
         if (x == nullptr) {
@@ -53,6 +62,7 @@ class Draw : public CpuPrimitive {
   }
 
   int num_top_;
+  bool restricted_, counted_;
 };
 
 }  // namespace
@@ -71,6 +81,8 @@ std::vector<array> draw(const array& logits, const DrawOptions& o) {
   require(!o.allowed || (o.allowed->dtype() == mx::uint8 && o.allowed->shape() == mx::Shape{logits.shape(0), logits.shape(1),
                                                                                          (logits.shape(2) + 7) / 8}),
           "draw: what is allowed is uint8 [B, T, V / 8 rounded up]");
+  require(!o.count || (o.count->dtype() == mx::int32 && o.count->shape() == mx::Shape{logits.shape(0)}),
+          "draw: count is int32 [B]");
   const mx::Shape shape{logits.shape(0), logits.shape(1)}, top{logits.shape(0), logits.shape(1), std::max(1, o.num_top)};
   std::vector<mx::Shape> shapes{shape};
   std::vector<mx::Dtype> types{mx::int32};
@@ -79,7 +91,9 @@ std::vector<array> draw(const array& logits, const DrawOptions& o) {
   std::vector<array> inputs{logits, o.sampled, as_floats(o.inverse_temperature), as_floats(o.top_p), o.top_k,
                             as_floats(o.min_p_log), o.seed_words, o.positions};
   if (o.allowed) inputs.push_back(*o.allowed);
-  return array::make_arrays(shapes, types, std::make_shared<Draw>(cpu_stream(), o.num_top), inputs);
+  if (o.count) inputs.push_back(*o.count);
+  auto node = std::make_shared<Draw>(cpu_stream(), o.num_top, o.allowed.has_value(), o.count.has_value());
+  return array::make_arrays(shapes, types, std::move(node), inputs);
 }
 
 }  // namespace mantou

@@ -1,5 +1,7 @@
 // Linear layers, embeddings, the fused head and adapter rows as MLX primitives.
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "bridge.h"
 #include "linear.h"
@@ -65,14 +67,77 @@ class Linear : public CpuPrimitive {
     if (node.highest_of) {
       c.out_type = *node.highest_of;
       const uint8_t* allowed = node.restricted ? next() : nullptr;
-      linear_highest(kernels(), c, allowed, out[0].data<float>(), out[1].data<int32_t>());
+      highest(c, allowed, out[0].data<float>(), out[1].data<int32_t>());
     } else if (node.top > 0) {
       c.out_type = c.x_type;
       linear_top(kernels(), c, node.top, out[0].data<float>(), out[1].data<int32_t>());
     } else {
       c.out = out[0].data<uint8_t>();
       c.out_type = scalar_of(out[0].dtype());
-      linear(kernels(), c);
+      node.norm || node.bias || node.residual || node.gated || node.gathered ? linear(kernels(), c) : product(c);
+    }
+  }
+
+  // Whether `bytes` are numbers of `size` bytes that are all 0 or -0.
+  static bool zeros(const uint8_t* x, size_t bytes, size_t size) {
+    for (size_t i = 0; i < bytes; ++i)
+      if (x[i] != 0 && !(i % size == size - 1 && x[i] == 0x80)) return false;
+    return true;
+  }
+
+  // The rows that are not all zero. Others come from padding (a fused layer gives zeros for it), and the vocabulary head
+  // would spend a fifth of a small model's time on each: their products are zero without being computed.
+  struct Filled {
+    std::vector<int> rows;
+    std::vector<uint8_t> x;  // of those, one after the other; empty if there are no others
+
+    explicit Filled(LinearCall& c) {
+      const size_t one = c.weights->layout.k * size_of(c.x_type);
+      const auto* x0 = static_cast<const uint8_t*>(c.x);
+      for (int r = 0; r < c.num_rows; ++r)
+        if (!zeros(x0 + r * one, one, size_of(c.x_type))) rows.push_back(r);
+      if (static_cast<int>(rows.size()) == c.num_rows) return;
+      x.resize(rows.size() * one);
+      for (size_t i = 0; i < rows.size(); ++i) std::memcpy(x.data() + i * one, x0 + rows[i] * one, one);
+      c.x = x.data();
+      c.num_rows = static_cast<int>(rows.size());
+    }
+  };
+
+  static void product(LinearCall& c) {
+    const int all = c.num_rows;
+    const Filled filled(c);
+    if (c.num_rows > 0) linear(kernels(), c);
+    if (c.num_rows == all) return;
+    // The results lie at the front: each goes to its place, the last one first.
+    const size_t one = c.weights->layout.rows * size_of(c.out_type);
+    auto* out = static_cast<uint8_t*>(c.out);
+    for (int r = all - 1, i = c.num_rows - 1; r >= 0; --r) {
+      if (i >= 0 && filled.rows[i] == r) {
+        if (i != r) std::memcpy(out + r * one, out + i * one, one);
+        --i;
+      } else {
+        std::memset(out + r * one, 0, one);
+      }
+    }
+  }
+
+  static void highest(LinearCall& c, const uint8_t* allowed, float* values, int32_t* indices) {
+    const int all = c.num_rows;
+    const Filled filled(c);
+    std::vector<uint8_t> kept;
+    if (allowed != nullptr && c.num_rows < all) {
+      const size_t one = (c.weights->layout.rows + 7) / 8;
+      for (const int r : filled.rows) kept.insert(kept.end(), allowed + r * one, allowed + (r + 1) * one);
+      allowed = kept.data();
+    }
+    if (c.num_rows > 0) linear_highest(kernels(), c, allowed, values, indices);
+    if (c.num_rows == all) return;
+    for (int r = all - 1, i = c.num_rows - 1; r >= 0; --r) {
+      const bool here = i >= 0 && filled.rows[i] == r;
+      values[r] = here ? values[i] : 0.0f;
+      indices[r] = here ? indices[i] : 0;
+      i -= here;
     }
   }
 

@@ -240,6 +240,47 @@ MANTOU_INLINE float reduce_max(Vf a) {
 
 #endif  // ------------------------------------------------------------------------------ common to all of them
 
+// Lane l of row i becomes lane i of row l. Moves bits only.
+#if defined(__AVX512F__)
+MANTOU_INLINE void transpose(Vf (&r)[kLanes]) {
+  __m512 a[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; i += 2) {
+    a[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  // b[4 * i + l], quarter c: lane 4 * c + l of rows 4 * i .. 4 * i + 3
+  __m512 b[kLanes];
+#pragma GCC unroll 8
+  for (int i = 0; i < kLanes; i += 4) {
+    const auto pair = [](__m512 x, __m512 y, bool high) {
+      const __m512d l = _mm512_castps_pd(x), h = _mm512_castps_pd(y);
+      return _mm512_castpd_ps(high ? _mm512_unpackhi_pd(l, h) : _mm512_unpacklo_pd(l, h));
+    };
+    b[i] = pair(a[i], a[i + 2], false), b[i + 1] = pair(a[i], a[i + 2], true);
+    b[i + 2] = pair(a[i + 1], a[i + 3], false), b[i + 3] = pair(a[i + 1], a[i + 3], true);
+  }
+#pragma GCC unroll 4
+  for (int l = 0; l < 4; ++l) {
+    const __m512 even_low = _mm512_shuffle_f32x4(b[l], b[4 + l], 0x88), odd_low = _mm512_shuffle_f32x4(b[l], b[4 + l], 0xdd);
+    const __m512 even_high = _mm512_shuffle_f32x4(b[8 + l], b[12 + l], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(b[8 + l], b[12 + l], 0xdd);
+    r[l].v = _mm512_shuffle_f32x4(even_low, even_high, 0x88);
+    r[4 + l].v = _mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+    r[8 + l].v = _mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+    r[12 + l].v = _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+  }
+}
+#else
+MANTOU_INLINE void transpose(Vf (&r)[kLanes]) {
+  alignas(64) float rows[kLanes][kLanes], columns[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(rows[i], r[i]);
+  for (int i = 0; i < kLanes; ++i)
+    for (int l = 0; l < kLanes; ++l) columns[l][i] = rows[i][l];
+  for (int l = 0; l < kLanes; ++l) r[l] = load(columns[l]);
+}
+#endif
+
 MANTOU_INLINE Vf zero() { return set1(0.0f); }
 
 // Sixteen bytes, or the sixteen half bytes of eight (low half first), as floats.

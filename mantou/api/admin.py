@@ -239,6 +239,7 @@ class Admin:
                 "kv_budget_bytes": config.kv_budget_bytes,
                 "memory_budget_bytes": config.memory_budget_bytes,
                 "kv_bytes_per_token": info.extra.get("kv_bytes_per_token"),
+                "draft_weights_bytes": info.extra.get("draft_weights_bytes"),
                 "draft_kv_bytes_per_token": info.extra.get("draft_kv_bytes_per_token"),
                 "weights_bytes": info.weights_bytes,
             },

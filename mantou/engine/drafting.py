@@ -113,8 +113,8 @@ class Drafting:
     def absorb(self, forwarded: Forwarded) -> None:
         self._provider.absorb(forwarded)
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
-        self._provider.timed(num_rows, width, seconds)
+    def timed(self, num_tokens: Rows[int], num_held: int, seconds: float) -> None:
+        self._provider.timed(num_tokens, num_held, seconds)
 
     def release(self, row: Sequence) -> None:
         self._roster.own_fault(row, lambda: self._provider.release(row.request))

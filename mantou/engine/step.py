@@ -241,14 +241,15 @@ class Step:
         drafts: Drafts = {} if previous else self._drafting.drafts(decoding)
         able = self._decode_slice([row for row in decoding if row.finish is None])
         groups = self._grouping.decode(able, drafts)
+        held = sum(row.num_kv for row in decoding)
         proposed = time.perf_counter()
         for group, rows in groups:
             guesses = [drafts.get(row.id, NO_DRAFT) if row else NO_DRAFT for row in rows]
             self._fly(Feed(group, rows, guesses), previous)
         self._decode_s = time.perf_counter() - started
         if len(groups) == 1 and not (previous or self._flights):
-            group = groups[0][0]
-            self._drafting.timed(len(group.num_tokens), group.width, time.perf_counter() - proposed)
+            fed = [n for n in groups[0][0].num_tokens if n]
+            self._drafting.timed(fed, held, time.perf_counter() - proposed)
         num_prompt = 0
         for row in prompts:
             num_tokens = self._chunk(row, plan.num_tokens[row.id])
@@ -390,7 +391,8 @@ class Step:
     def _measure(self, seconds: float, num_decoding: int, num_prompt: int) -> None:
         kind = (bool(num_decoding), bool(num_prompt))
         if self.pipelined and num_decoding and not num_prompt and kind == self._last_kind and self._flights:
-            self._drafting.timed(num_decoding, 1, seconds)
+            held = sum(row.num_kv for row in self.running)
+            self._drafting.timed((1,) * num_decoding, held, seconds)
         if kind == self._last_kind:  # the first step after a change still pays for the one before
             decode_s = None if self.pipelined else self._decode_s
             self.pacer.observe(seconds, num_decoding, num_prompt, decode_s)

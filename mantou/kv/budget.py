@@ -59,18 +59,21 @@ class KVBudget:
 
 
 def kv_limit(
-    kv_budget: int | None, memory_budget: int | None, *, weights_bytes: int, chunk: int
+    kv_budget: int | None, memory_budget: int | None, *, weights_bytes: int, chunk: int, draft_bytes: int = 0
 ) -> int | None:
     """Bytes for KV: what was given for it, or what the memory budget leaves beside weights and one prompt chunk.
 
-    Raises ConfigError if that is nothing.
+    `draft_bytes`: weights of a draft model or head. Raises ConfigError if nothing is left.
     """
     if memory_budget is None:
         return kv_budget
-    left = memory_budget - weights_bytes - chunk * TRANSIENT_BYTES
+    left = memory_budget - weights_bytes - draft_bytes - chunk * TRANSIENT_BYTES
     if left <= 0:
+        drafts, way = "", "choose a smaller model"
+        if draft_bytes:
+            drafts, way = f", those that draft {draft_bytes / 1e9:.2f} GB", "serve without drafts of a model"
         raise ConfigError(
-            f"--memory-budget is {memory_budget / 1e9:.2f} GB, but the weights take {weights_bytes / 1e9:.2f} GB and a "
-            f"prompt chunk about {chunk * TRANSIENT_BYTES / 1e9:.2f} GB; raise it or choose a smaller model."
+            f"--memory-budget is {memory_budget / 1e9:.2f} GB, but the weights take {weights_bytes / 1e9:.2f} GB"
+            f"{drafts} and a prompt chunk about {chunk * TRANSIENT_BYTES / 1e9:.2f} GB; raise it or {way}."
         )
     return left if kv_budget is None else min(left, kv_budget)

@@ -53,6 +53,7 @@ class RowParams:
     any_bias: bool
     any_history: bool
     max_logprobs: int  # -1 = no row asks, else the most alternatives asked for
+    num_draws: tuple[int, ...] | None = None  # how many positions of each row are read; None = all
 
 
 def make_params(wishes: Sequence[Sampling | None]) -> RowParams:

@@ -8,7 +8,7 @@ are the same whichever stages its neighbours switch on.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -114,6 +114,8 @@ class DeviceSampler:
     ) -> Draw:
         where = mx.array([list(row) for row in positions], dtype=mx.uint32) if params.any_sampled else None
         mask = constraint_mask(allowed, logits.shape) if allowed else None
+        if drafts and logits.shape[1] > 1:
+            params = replace(params, num_draws=tuple(1 + len(draft) - draft.num_sure for draft in drafts))
         return sample(logits, params, where, history, mask, self._device_draw)
 
     def propose(

@@ -5,8 +5,9 @@ Knows no model and no way to guess.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import log
 
 from mantou.data import Draft, DraftAsk, Request
 from mantou.protocols import DraftProvider, Forwarded
@@ -20,6 +21,8 @@ _LEAST_GAIN = 1.02  # what a draft must promise over none: estimates are noisy, 
 _LONGEST_REST = 64  # steps
 _PAID_CHANCE = 0.7  # of a paid guess, before any was seen
 _GOOD_CHANCE = 0.9
+_DEAR_PADDING = 0.5  # of a token's cost
+_CHANCES = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # that a draft's last token is right
 _NO_DRAFT = Draft()
 
 
@@ -65,9 +68,9 @@ class ByKind:
                 if any(mine):
                     provider.absorb(replace(forwarded, requests=mine))
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+    def timed(self, num_tokens: Sequence[int], num_held: int, seconds: float) -> None:
         for provider in self._kinds.values():
-            provider.timed(num_rows, width, seconds)
+            provider.timed(num_tokens, num_held, seconds)
 
     def release(self, request: Request) -> None:
         self._of(request).release(request)
@@ -112,9 +115,9 @@ class FirstOf:
             if provider.wants_hidden:
                 provider.absorb(forwarded)
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+    def timed(self, num_tokens: Sequence[int], num_held: int, seconds: float) -> None:
         for provider in self._providers:
-            provider.timed(num_rows, width, seconds)
+            provider.timed(num_tokens, num_held, seconds)
 
     def release(self, request: Request) -> None:
         for provider in self._providers:
@@ -174,10 +177,15 @@ def expected_tokens(acceptance: float, width: int) -> float:
     return (1 - acceptance ** (width + 1)) / (1 - acceptance)
 
 
-class AdaptiveWidth:
-    """Cuts drafts to the width that gives most tokens a second, 0 where every width loses.
+def num_likely(acceptance: float, chance: float) -> int:
+    """How many tokens of a guess are all right with a probability of at least `chance`; acceptance < 1."""
+    return int(log(chance) / log(acceptance)) if acceptance >= chance else 0
 
-    A forward is as wide as its widest row, so the width is chosen for all rows together, from the measured cost of a
+
+class AdaptiveWidth:
+    """Cuts drafts to the widths that give most tokens a second, 0 where every width loses.
+
+    A forward is as wide as its widest row, so the widths are chosen for all rows together, from the measured cost of a
     step and each row's acceptance. What was guessed but cut still teaches how good the guesses are. Guesses that take
     time are only asked for where they would pay, and tried again now and then where good ones would.
 
@@ -204,9 +212,12 @@ class AdaptiveWidth:
         ]
         for row, draft in zip(rows, self._inner.propose(priced), strict=True):
             row.whole = draft
-        best = self._best_width(rows)
-        self._paused = 0 if best else self._pause
-        return [replace(r.whole, tokens=r.whole.tokens[:best]) if r.whole else _NO_DRAFT for r in rows]
+        widths = self._best_widths(rows)
+        self._paused = 0 if any(widths) else self._pause
+        return [
+            replace(row.whole, tokens=row.whole.tokens[:width]) if row.whole else _NO_DRAFT
+            for row, width in zip(rows, widths, strict=True)
+        ]
 
     def _paid_width(self, ask: DraftAsk, row: _Row) -> int:
         """The widest draft that pays if all rows are like this one, the time of guessing counted."""
@@ -229,19 +240,31 @@ class AdaptiveWidth:
                 best, rate = width, gain
         return best
 
-    def _best_width(self, rows: Sequence[_Row]) -> int:
-        """The one cut for all drafts of this step."""
-        longest = max((len(row.whole) for row in rows), default=0)
-        num_plain = max(self._num_rows - len(rows), 0)
-        best, rate = 0, (num_plain + len(rows)) * _LEAST_GAIN / self._costs.seconds(self._num_rows, 1)
-        for width in range(1, longest + 1):
-            tokens = num_plain + sum(
-                expected_tokens(row.acceptance, min(width, len(row.whole))) for row in rows
-            )
-            gain = tokens / self._costs.seconds(self._num_rows, 1 + width)
+    def _best_widths(self, rows: Sequence[_Row]) -> Sequence[int]:
+        """The cuts of this step's drafts."""
+        num_rows = max(self._num_rows, len(rows))
+        num_plain = num_rows - len(rows)
+        guesses = [(len(row.whole), row.acceptance) for row in rows]
+        best: Sequence[int] = [0] * len(rows)
+        rate = num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        for widths in self._cuts(guesses):
+            pairs = zip(guesses, widths, strict=True)
+            tokens = num_plain + sum(expected_tokens(acceptance, width) for (_, acceptance), width in pairs)
+            width = self._costs.width_of([1] * num_plain + [1 + width for width in widths])
+            gain = tokens / self._costs.seconds(num_rows, width)
             if gain > rate:
-                best, rate = width, gain
+                best, rate = widths, gain
         return best
+
+    def _cuts(self, guesses: Sequence[tuple[int, float]]) -> Iterator[Sequence[int]]:
+        """Widths for guesses of (length, acceptance). Where a row costs as much as the widest one, all are cut alike.
+        Where it costs what it feeds, each is cut where its next token becomes too unlikely."""
+        if self._costs.padding > _DEAR_PADDING:
+            for width in range(1, max((length for length, _ in guesses), default=0) + 1):
+                yield [min(width, length) for length, _ in guesses]
+        else:
+            for chance in _CHANCES:
+                yield [min(num_likely(acceptance, chance), length) for length, acceptance in guesses]
 
     def cost_s(self, request: Request, num_rows: int, width: int) -> float:
         return self._inner.cost_s(request, num_rows, width)
@@ -259,11 +282,11 @@ class AdaptiveWidth:
     def absorb(self, forwarded: Forwarded) -> None:
         self._inner.absorb(forwarded)
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
-        self._num_rows = num_rows
+    def timed(self, num_tokens: Sequence[int], num_held: int, seconds: float) -> None:
+        self._num_rows = len(num_tokens)
         self._paused = max(self._paused - 1, 0)
-        self._costs.observe(num_rows, width, seconds)
-        self._inner.timed(num_rows, width, seconds)
+        self._costs.observe(num_tokens, num_held, seconds)
+        self._inner.timed(num_tokens, num_held, seconds)
 
     def release(self, request: Request) -> None:
         self._rows.pop(request.id, None)

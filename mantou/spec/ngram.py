@@ -19,6 +19,7 @@ INDEX_STEP = 4096  # most tokens indexed in one step, so that a long prompt does
 LONGEST_SEEN = 32  # from here on a longer match says nothing more
 # How often a token is right after a match of so many tokens, until this server knows better.
 _PRIORS = ((16, 0.97), (8, 0.9), (5, 0.8), (4, 0.65), (3, 0.5), (1, 0.3))
+_SAMPLED = 0.8  # of that where the row samples: what it copies is one of several ways to go on
 _PRIOR_WEIGHT = 8.0
 _MEMORY = 64.0  # judgements that the learned chance looks back on
 
@@ -109,7 +110,11 @@ class NGram(NoDraft):
         self._shortest, self._longest, self._num_tokens = shortest, max(longest, shortest), num_tokens
         self._kind = kind
         self._rows: dict[str, Lookup] = {}
-        self._judged = [[prior * _PRIOR_WEIGHT, _PRIOR_WEIGHT] for _, prior in _PRIORS]  # right, all
+        # Right and all, by length of match; rows that sample are a matter of their own.
+        self._judged = {
+            sampled: [[prior * share * _PRIOR_WEIGHT, _PRIOR_WEIGHT] for _, prior in _PRIORS]
+            for sampled, share in ((False, 1.0), (True, _SAMPLED))
+        }
 
     def _lookup(self, request: Request, tokens: Sequence[int]) -> Lookup | None:
         """The row's index, None while it is still being built."""
@@ -133,7 +138,7 @@ class NGram(NoDraft):
         row = self._lookup(ask.request, ask.tokens)
         if row is None or not row.find()[1]:
             return Draft()
-        right, judged = self._judged[_bucket(row.find()[1])]
+        right, judged = self._counts(ask.request, row.find()[1])
         return Draft(row.copy(ask.width), self._kind, right / judged, free=True)
 
     def observe(self, request: Request, draft: Draft, taken: Sequence[int]) -> None:
@@ -141,12 +146,15 @@ class NGram(NoDraft):
         if row is None or not draft or draft.kind != self._kind:
             return
         right, wrong = draft.judge(taken)
-        counts = self._judged[_bucket(max(row.match[2], 1))]
+        counts = self._counts(request, max(row.match[2], 1))
         fade = 1 - min((right + wrong) / _MEMORY, 0.5)
         counts[0] = counts[0] * fade + right
         counts[1] = counts[1] * fade + right + wrong
         if wrong:
             row.source = 0
+
+    def _counts(self, request: Request, length: int) -> list[float]:
+        return self._judged[request.sampling.temperature > 0][_bucket(length)]
 
     def release(self, request: Request) -> None:
         self._rows.pop(request.id, None)

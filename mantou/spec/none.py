@@ -26,7 +26,7 @@ class NoDraft:
     def absorb(self, forwarded: Forwarded) -> None:
         pass
 
-    def timed(self, num_rows: int, width: int, seconds: float) -> None:
+    def timed(self, num_tokens: Sequence[int], num_held: int, seconds: float) -> None:
         pass
 
     def release(self, request: Request) -> None:

@@ -33,6 +33,7 @@ class LoadedDraft:
     provider: DraftProvider
     note: str
     kept: KVBudget | None = None  # what it keeps of each row
+    weights_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Drafting:
     default: str
     note: str  # for people
     kept: KVBudget | None = None
+    weights_bytes: int = 0  # beside the model's own
 
 
 def check(config: Config) -> None:
@@ -110,14 +112,13 @@ def make_drafting(
             "leave it out."
         )
     plain: dict[str, DraftProvider] = {"ngram": _ngram(config)}
-    kept = None if own is None else own.kept
+    loaded = own
     words = {"ngram": f"copies after {config.ngram_min} to {config.ngram_max} equal tokens"}
     if config.draft_model is not None:
         loaded = load_model(next((kind for kind in asked if kind in _LOADED), AUTO))
-        plain[loaded.kind], words[loaded.kind], kept = loaded.provider, loaded.note, loaded.kept
         asked = tuple(loaded.kind if kind in _LOADED else kind for kind in asked)
-    if own is not None:
-        plain[own.kind], words[own.kind] = own.provider, own.note
+    if loaded is not None:
+        plain[loaded.kind], words[loaded.kind] = loaded.provider, loaded.note
     default = ",".join(asked)
     kinds: dict[str, DraftProvider] = {OFF: NoDraft(), **plain}
     if len(asked) > 1:
@@ -129,7 +130,9 @@ def make_drafting(
     table = costs()
     note = ", then ".join(words[kind] for kind in asked if kind != OFF) or "none unless a request asks"
     adaptive = AdaptiveWidth(chosen, table, pause=_PAUSE if pipelined else 0)
-    return Drafting(adaptive, tuple(kinds), default, f"{note}; {_step_note(table)}", kept)
+    note = f"{note}; {_step_note(table)}"
+    kept, num_bytes = (None, 0) if loaded is None else (loaded.kept, loaded.weights_bytes)
+    return Drafting(adaptive, tuple(kinds), default, note, kept, num_bytes)
 
 
 def _ngram(config: Config) -> NGram:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mantou.config import Config
 from mantou.errors import ConfigError
 from mantou.spec.setup import check, vocabulary_fault
-from tests.real import Server, serving, tiny_folder
+from tests.real import Server, environment, serving, tiny_folder
 
 MESSAGES: list[Any] = [{"role": "user", "content": "what does the fox see there?"}]
 ASK = {"model": "tiny", "messages": MESSAGES, "max_tokens": 60, "temperature": 0}
@@ -79,6 +79,36 @@ def test_predicted_text_that_comes_is_billed_as_accepted_drafts(
         assert metrics[f"vllm:spec_decode_num_{name}"].samples[0].value == engine[key]
     places = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
     assert sum(s.value for s in places if s.name.endswith("_total")) == engine["accepted_tokens"]
+
+
+def test_fill_appends_what_a_schema_leaves_no_choice_about_and_bills_it(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    home = tmp_path_factory.mktemp("fill")
+    folder = tiny_folder(home / "tiny")
+    schema = {
+        "type": "object",
+        "properties": {"what does the fox see": {"const": "the fox and the dog"}},
+        "required": ["what does the fox see"],
+        "additionalProperties": False,
+    }
+    wish = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
+    ask = ASK | {"response_format": wish, "temperature": 0.8, "seed": 3}
+    with serving(home, folder, env=environment(home, MANTOU_FILL="strict")) as running:
+        server = running.ready()
+        filled = server.post(ask).json()
+        plain = server.post(ASK).json()
+        spent = filled["usage"]["fill"]
+        assert set(spent) == {"injected", "decodeSteps", "verifyAccepted", "verifyRejected", "wastedSamples"}
+        assert spent["injected"] > 5
+        assert spent["injected"] + spent["decodeSteps"] == filled["usage"]["completion_tokens"]
+        assert plain["usage"]["fill"]["injected"] == 0
+        assert server.stats()["engine"]["injected_tokens"] == spent["injected"]
+        assert "injected_tokens_total{model_name=" in server.http.get("/metrics").text
+    with serving(home, folder, env=environment(home)) as running:
+        other = running.ready().post(ask).json()
+    assert "fill" not in other["usage"]
+    assert other["choices"][0]["message"]["content"] == filled["choices"][0]["message"]["content"]
 
 
 def test_the_ready_card_says_who_guesses(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 The draft is made here: the first layers of the model, under its own embedding, norm, head and tokenizer, so that both
 servers take it. Its guesses are poor; what is compared is what a server does with a draft model when clients share it.
+mlx_lm.server answers one request after the other once it has one, so it is also measured without, where it batches.
 Writes docs/performance/draft-servers/DATE.json. Knows no engine.
 """
 
@@ -27,7 +28,9 @@ from tests.bench.process import System, running, systems
 from tests.real import starter_folder
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "performance" / "draft-servers"
-NAMES = ("mantou", "mlx_lm.server")
+PEER = "mlx_lm.server"
+ALONE = f"{PEER} without a draft"
+NAMES = ("mantou", PEER, ALONE)
 
 
 def first_layers(model: Path, folder: Path, count: int) -> Path:
@@ -67,7 +70,8 @@ async def measure(
 def table(result: Mapping[str, Any]) -> str:
     """Markdown, for docs/performance/README.md."""
     rows = [
-        f"| {row['clients']} | {row['mantou_tok_s']} | {row['mlx_lm_tok_s']} | {row['mantou / mlx_lm.server']} |"
+        f"| {row['clients']} | {row['mantou_tok_s']} | {row['mlx_lm_tok_s']} | {row['mantou / mlx_lm.server']} "
+        f"| {row['mlx_lm_without_tok_s']} |"
         for row in result["draft_servers"]
     ]
     draft = f"{result['draft']}, {result['num_draft_tokens']} tokens ahead"
@@ -75,8 +79,8 @@ def table(result: Mapping[str, Any]) -> str:
     lines = [
         f"One draft model for both ({draft}), {result['tokens']} tokens each, rounds: {result['rounds']}; {versions}.",
         "",
-        "| clients | mantou, tok/s | mlx_lm.server, tok/s | ratio |",
-        "|---|---|---|---|",
+        "| clients | mantou, tok/s | mlx_lm.server, tok/s | ratio | mlx_lm.server without a draft, tok/s |",
+        "|---|---|---|---|---|",
         *rows,
     ]
     return "\n".join(lines)
@@ -96,20 +100,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         draft = first_layers(model, Path(scratch) / "draft", args.layers)
         flags = ["--draft-model", str(draft), "--num-draft-tokens", str(args.num_draft_tokens)]
         every = systems(["--batch", "16", "--draft-kind", "model", *flags])
-        peer = every["mlx_lm.server"]
-        every["mlx_lm.server"] = System(peer.name, [*peer.command, *flags])
+        peer = every[PEER]
+        every[ALONE] = System(ALONE, peer.command)
+        every[PEER] = System(peer.name, [*peer.command, *flags])
         for number in range(args.rounds):
             for name in NAMES if number % 2 == 0 else NAMES[::-1]:
                 runs[name].append(asyncio.run(measure(every[name], model, clients, args.tokens)))
     rows = []
     for count in clients:
-        mine, theirs = (statistics.median(run[count]["tok_s"] for run in runs[name]) for name in NAMES)
+        mine, theirs, alone = (statistics.median(run[count]["tok_s"] for run in runs[name]) for name in NAMES)
         rows.append(
             {
                 "clients": count,
                 "mantou_tok_s": round(mine, 1),
                 "mlx_lm_tok_s": round(theirs, 1),
                 "mantou / mlx_lm.server": round(mine / theirs, 2),
+                "mlx_lm_without_tok_s": round(alone, 1),
             }
         )
     result = {

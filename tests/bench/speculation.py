@@ -2,19 +2,21 @@
 
 Three loads repeat what their prompt holds (a file with one name changed, a quoted passage, records as JSON), two do
 not: chats, which learned drafts are for, and random text. Every load runs in turn without and with drafts, so that a
-machine that slows down slows both; what is compared is the time between the first token and the last. Knows no HTTP.
+machine that slows down slows both; what is compared is the time between the first token and the last. `--record` writes
+docs/performance/speculation/DATE.json. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import random
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,13 @@ from mantou import build
 from mantou.config import STARTER, Config
 from mantou.data import Request, Sampling, Speculation, TokenEvent, Usage
 from mantou.progress import ProgressBoard
+from tests.bench.__main__ import machine
 from tests.bench.load import WORDS
 
 KINDS = ("edit", "quote", "json", "random")
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "performance" / "speculation"
+RANDOM_GOAL = 0.97
+GOALS = {1: 2.0, 8: 1.3}  # clients -> gain of copies, for the loads that repeat
 
 
 def edit(number: int) -> str:
@@ -131,10 +137,15 @@ class Bench:
         )
         self._engine.start()
         ready.wait()
+        assert self._assembly.info is not None
+        self.notes = self._assembly.info.notes
         self._serial = 0
 
     def close(self) -> None:
         self._engine.close()
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self._assembly.tokenizer.decode(tokens)
 
     def run(self, load: str, clients: int, num_tokens: int, kind: str, number: int) -> dict[str, Any]:
         """`clients` requests at once; their decode time, tokens a second over all of them."""
@@ -193,6 +204,56 @@ def compare(bench: Bench, load: str, clients: int, num_tokens: int, rounds: int,
     }
 
 
+def goal(row: Mapping[str, Any]) -> float | None:
+    """The gain that copies must reach, None where none is set."""
+    if row["kind"] != "ngram":
+        return None
+    return RANDOM_GOAL if row["load"] == "random" else GOALS.get(row["clients"])
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Markdown, for docs/performance/README.md."""
+    host = result["machine"]
+    where = (
+        f"{result['model']} on {host['system']}, {host['cores']} cores ({result['ops']}); mlx {host['mlx']}"
+    )
+    how = f"{result['rounds']} interleaved rounds, {result['tokens']} tokens each"
+    lines = [
+        f"Decoding, tokens a second: {where}; medians of {how}; load average {host['load_average_before']}.",
+        "",
+        "| load | clients | drafts | without, tok/s | with | gain | must reach | guesses that held |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["speculation"]:
+        least = goal(row)
+        verdict = "" if least is None else f">= {least:g}x {'yes' if row['gain'] >= least else '**no**'}"
+        held = "-" if row["accepted"] is None else f"{row['accepted']:.0%} of {row['drafted']}"
+        lines.append(
+            f"| {row['load']} | {row['clients']} | {row['kind']} | {row['off_tok_s']} | {row['on_tok_s']} | "
+            f"{row['gain']:.2f}x | {verdict} | {held} |"
+        )
+    return "\n".join(lines)
+
+
+def record(
+    results: Sequence[Mapping[str, Any]],
+    args: argparse.Namespace,
+    host: Mapping[str, Any],
+    notes: Sequence[str],
+) -> None:
+    result = {
+        "machine": host,
+        "model": args.model,
+        "ops": "; ".join(notes),
+        "rounds": args.rounds,
+        "tokens": args.tokens,
+        "speculation": results,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.bench.speculation", description=__doc__)
     parser.add_argument("--model", default=STARTER)
@@ -206,6 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--record", action="store_true", help="write the figures into docs/performance")
     parser.add_argument("--show", action="store_true", help="print the beginning of each answer")
     args = parser.parse_args(argv)
     config = Config(
@@ -215,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=args.dtype,
         batch=16,
     )
+    host = machine()
     bench = Bench(config)
     try:
         bench.run("random", 2, 8, "off", 0)
@@ -226,10 +289,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json.dumps(results[-1]), file=sys.stderr, flush=True)
         if args.show:
             for name, tokens in list(bench.clock.tokens.items())[:40]:
-                print(name, repr(bench._assembly.tokenizer.decode(tokens)[:300]), file=sys.stderr)
+                print(name, repr(bench.text(tokens)[:300]), file=sys.stderr)
     finally:
         bench.close()
     print(json.dumps(results))
+    if args.record:
+        record(results, args, host, bench.notes)
     return 0
 
 

@@ -29,9 +29,10 @@ from .heads import head_draft
 KINDS = ("none", "oracle", "ngram", "model", "eagle")
 
 
-def flat_costs(width_costs: float = 0.1) -> StepCosts:
+def flat_costs(width_costs: float = 0.1, padding: float = 1.0) -> StepCosts:
     """A machine on which a step of 1 + n tokens takes 1 + n * width_costs."""
-    return StepCosts((1, 8), (1, 9), {(r, w): 1 + width_costs * (w - 1) for r in (1, 8) for w in (1, 9)})
+    table = {(r, w): 1 + width_costs * (w - 1) for r in (1, 8) for w in (1, 9)}
+    return StepCosts((1, 8), (1, 9), table, padding=padding)
 
 
 @cache
@@ -69,7 +70,8 @@ def make_provider(
     if kind == "oracle":
         return NoisyOracle(dict(answers), 0.7, VOCAB)
     if kind == "ngram":
-        return AdaptiveWidth(FirstOf(NGram(3, 8, 4, kind="echo"), NGram(1, 4, 5)), flat_costs())
+        copies = FirstOf(NGram(3, 8, 4, kind="echo"), NGram(1, 4, 5))
+        return AdaptiveWidth(copies, flat_costs(padding=0.0))  # each row as wide as its own guess is good
     if kind == "model":
         return model_draft(family, store, num_tokens=2)  # each guess is a forward as large as the target's
     if kind == "eagle":

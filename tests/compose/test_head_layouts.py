@@ -242,15 +242,17 @@ def test_a_head_that_reads_layers_that_the_model_has_not_is_refused() -> None:
         runner.tap((0, 7))
 
 
-# ------------------------------------------------------------------ DFlash 2
+# ------------------------------------------------------------------ DFlash and DFlash 2
 SCALES = {"input_embedding_scale": 1.5, "output_multiplier": 0.5, "final_logit_softcapping": 3.0}
 WINDOWS = (6, None)
 
 
 class Written:
-    """z-lab/dflash's `DFlash2DraftModel`, written anew in numpy for one row: a context, a block and its greedy path."""
+    """z-lab/dflash's draft models, written anew in numpy for one row: a context, a block and DFlash 2's greedy path.
 
-    def __init__(self, folder: Path, causal: bool = False) -> None:
+    `causal`: of both layers, whether a place of the block sees none behind its own."""
+
+    def __init__(self, folder: Path, causal: tuple[bool, bool] = (False, False)) -> None:
         read: Any = mx.load(str(folder / "model.safetensors"))
         self.w = {name: np.array(array, np.float64) for name, array in read.items()}
         self.causal = causal
@@ -274,7 +276,7 @@ class Written:
         values = (both @ self.w[f"{at}.v_proj.weight"].T).reshape(num + block, -1, 16)
         back = places[num:, None] - places[None]
         hidden = (places[None] < num) & (back >= (WINDOWS[layer] or 99))
-        hidden |= (places[None] >= num) & (back < 0) & (self.causal and WINDOWS[layer] is not None)
+        hidden |= (places[None] >= num) & (back < 0) & self.causal[layer]
         heads: list[np.ndarray] = []
         for head in range(4):
             scores = np.where(hidden, -np.inf, queries[:, head] @ keys[:, head // 2].T / 4)
@@ -291,6 +293,8 @@ class Written:
         return found
 
     def around(self, conv: str, x: np.ndarray, part: Any) -> np.ndarray:
+        if f"{conv}.base_kernel" not in self.w:  # the first DFlash
+            return part(x)
         asked = (x @ self.w[f"{conv}.kernel_projection.weight"].T).reshape(len(x), 2, 3, -1)
         return self.mixed(conv, part(self.mixed(conv, x, asked, 0)), asked, 1)
 
@@ -332,10 +336,10 @@ def rewrite(folder: Path, changed: Callable[[dict[str, Any]], dict[str, Any]]) -
     path.write_text(json.dumps(changed(json.loads(path.read_text()))))
 
 
-def a_block(folder: Path) -> tuple[Any, mx.array, mx.array]:
+def a_block(folder: Path, kind: str = "dflash2") -> tuple[Any, mx.array, mx.array]:
     """A drafter for llama, its block after token 9 in a context of 9 places, and their hidden states [9, D]."""
-    assert kind_of(folder) == "dflash2"
-    head: Any = load_head("dflash2", folder, target("llama"))
+    assert kind_of(folder) == kind
+    head: Any = load_head(kind, folder, target("llama"))
     hidden = mx.random.normal((1, 9, 2 * target("llama").hidden_size), key=mx.random.key(1))
     head.kv.resize(1)
     head.kv.begin(Group(0, 9, (9,)))
@@ -343,6 +347,73 @@ def a_block(folder: Path) -> tuple[Any, mx.array, mx.array]:
     head.kv.commit(Group(0, 9, (9,)), (9,))
     head.kv.begin(Group(0, 5, (5,)))
     return head, head.block(mx.array([[9]], mx.int32)), hidden[0]
+
+
+WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOWS[0]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "causal"),
+    [
+        (WINDOWED, (True, False)),
+        ({**WINDOWED, "is_causal": None}, (True, False)),
+        ({**WINDOWED, "is_causal": False}, (False, False)),
+        ({**WINDOWED, "is_causal": True}, (True, True)),
+        ({**WINDOWED, "dflash_config": {"causal": False}}, (False, False)),
+    ],
+)
+def test_a_dflash_block_sees_what_its_publisher_shows_it(
+    settings: dict[str, Any], causal: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """The context is longer than the window; what a layer sees too much or too little would only cost acceptance."""
+    folder = dspark_folder("llama", tmp_path, dflash=True)
+
+    def windowed(config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **config,
+            **settings,
+            "dflash_config": config["dflash_config"] | settings.get("dflash_config", {}),
+        }
+
+    rewrite(folder, windowed)
+    head, features, hidden = a_block(folder, "dspark")
+    embedded = np.array(target("llama").vocabulary.embed(mx.array([9, 4, 4, 4, 4])), np.float64)
+    expected = Written(folder, causal).block(np.array(hidden, np.float64), embedded)
+    assert features.shape[1] == head.most == 4
+    np.testing.assert_allclose(np.array(features[0]), expected, atol=2e-4)
+    others = [(a, b) for a in (False, True) for b in (False, True) if (a, b) != causal]
+    for other in others:
+        differs = Written(folder, other).block(np.array(hidden, np.float64), embedded)
+        assert np.abs(np.array(features[0]) - differs).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "causal"),
+    [
+        ("dflash", {}, (False, False)),
+        ("dflash", {"sliding_window_non_causal": True}, (False, False)),
+        ("dflash", {"sliding_window_non_causal": False}, (True, False)),
+        ("dspark", {}, (True, False)),
+    ],
+)
+def test_windows_in_the_packaging_of_speculators(
+    kind: str, said: dict[str, Any], causal: tuple[bool, bool], tmp_path: Path
+) -> None:
+    folder = dspark_folder("llama", tmp_path, dflash=True)
+
+    def packed(config: dict[str, Any]) -> dict[str, Any]:
+        own = {
+            "block_size": config.pop("block_size"),
+            "mask_token_id": config.pop("dflash_config")["mask_token_id"],
+        }
+        own |= {"aux_hidden_state_layer_ids": [0, 1], "speculators_model_type": kind, **said}
+        return {**own, "transformer_layer_config": {**config, **WINDOWED}}
+
+    rewrite(folder, packed)
+    _, features, hidden = a_block(folder, "dspark")
+    embedded = np.array(target("llama").vocabulary.embed(mx.array([9, 4, 4, 4, 4])), np.float64)
+    expected = Written(folder, causal).block(np.array(hidden, np.float64), embedded)
+    np.testing.assert_allclose(np.array(features[0]), expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"is_causal": None}, SCALES], ids=["plain", "causal", "scaled"])
@@ -355,7 +426,7 @@ def test_a_dflash_2_block_is_what_its_publisher_computes(changes: dict[str, Any]
     vocabulary = target("llama").vocabulary
     head, features, hidden = a_block(folder)
     assert features.shape[1] == head.most == 4
-    written = Written(folder, causal)
+    written = Written(folder, (causal, False))
     scale = changes.get("input_embedding_scale", 1.0)
     embedded = np.array(vocabulary.embed(mx.array([9, 4, 4, 4, 4])), np.float64) * scale
     expected = written.block(np.array(hidden, np.float64), embedded)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mantou.data import Sampling
+from mantou.data import Draft, Sampling
 from mantou.models.ops.cpu import CpuOps
 from mantou.sampling.sampler import DeviceSampler
 from tests.fakes import packed, unpacked
@@ -97,6 +97,17 @@ def test_constraints_are_applied_in_the_draw(isa: str, vocab: int, share: float)
         assert same(ours, want)
         for row, position, mask in allowed:
             assert unpacked(mask)[int(ours.tokens[row, position])]
+
+
+def test_positions_that_only_pad_a_row_are_not_drawn(isa: str) -> None:
+    x = mx.array(logits(len(WISHES), 500, 2.5))
+    drafts = [Draft((1,) * (row % 2), num_sure=0) for row in range(len(WISHES))]
+    ours, want = both(x, drafts=drafts)
+    for one, other in zip(ours.arrays()[:3], want.arrays()[:3], strict=True):
+        assert mx.array_equal(one[1::2], other[1::2]) and mx.array_equal(one[:, 0], other[:, 0])
+    assert not np.array(ours.tokens[::2, 1]).any() and not np.array(ours.logprobs[::2, 1]).any()
+    sure = both(x, drafts=[Draft((1, 2), num_sure=1)] * len(WISHES))
+    assert same(*sure)
 
 
 def test_greedy_rows_keep_to_their_constraints_with_and_without_logits_in_memory() -> None:

@@ -125,6 +125,21 @@ def test_a_row_does_not_know_its_neighbours(isa: str, threads: int) -> None:
         assert mx.array_equal(new_keys[slot], keys[slot])
 
 
+def test_padding_takes_part_in_nothing_and_gives_zeros(isa: str, threads: int) -> None:
+    for gemma in (False, True):
+        layer = kernels.make_layer(**arguments(dtype=mx.float32, gemma=gemma))
+        x, start, count = ref.normal(3, 5, HIDDEN), mx.array([2, 0, 9]), mx.array([1, 0, 4])
+        real = mx.arange(5)[None, :, None] < count[:, None, None]
+        y, *written = one_layer(mx.where(real, x, mx.nan), layer, *_buffers(3), start, count=count)
+        want, *others = one_layer(x, layer, *_buffers(3), start, count=count)
+        assert mx.array_equal(y, want) and all(map(mx.array_equal, written, others))
+        assert not np.array(mx.where(real, 0, y)).any() and np.array(mx.where(real, y, 1)).all()
+
+
+def _buffers(rows: int) -> list[mx.array]:
+    return [ref.normal(rows, KV, 32, DIM, seed=seed) for seed in (1, 2)]
+
+
 def test_buffers_are_reused_only_when_nobody_else_holds_them() -> None:
     layer = kernels.make_layer(**arguments(mx.float32, False))
     x, start = ref.normal(1, 1, HIDDEN), mx.array([0])

@@ -317,3 +317,26 @@ def test_logits_that_are_no_bare_product_are_not_taken_for_one() -> None:
     mx.eval(logits)
     for other in (logits, kernels.linear(x, packed) * 2, kernels.linear(x, packed, bias=mx.ones(48))):
         assert kernels.highest_of_product(other) is None
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_rows_of_zeros_have_products_of_zeros_and_leave_the_others_alone(
+    isa: str, threads: int, dtype: mx.Dtype
+) -> None:
+    (packed,) = kernels.pack_dense([ref.normal(200, 48)])
+    filled = [False, True, False, True, True, False]
+    x = mx.where(mx.array(filled)[:, None], ref.normal(6, 48, seed=1), -0.0).astype(dtype)
+    bits = mx.array(np.random.default_rng(0).integers(1, 255, (6, 25), dtype=np.uint8))
+    y = kernels.linear(x, packed, dtype=dtype)
+    for allowed in (None, bits):
+        best = kernels.highest_of_product(kernels.linear(x, packed, dtype=dtype), allowed)
+        for row in range(6):
+            alone = kernels.linear(x[row : row + 1], packed, dtype=dtype)
+            assert mx.array_equal(y[row], alone[0])
+            assert bool(mx.any(y[row] != 0)) == filled[row]
+            mine = None if allowed is None else allowed[row : row + 1]
+            found = kernels.highest_of_product(kernels.linear(x[row : row + 1], packed, dtype=dtype), mine)
+            for one, many in zip(found, best, strict=True):
+                assert mx.array_equal(one[0], many[row])
+    biased = kernels.linear(x, packed, bias=mx.ones(200), dtype=dtype)
+    assert np.array(biased[0].astype(mx.float32)).tolist() == [1.0] * 200

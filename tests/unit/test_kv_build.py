@@ -15,6 +15,7 @@ from mantou.config import Config
 from mantou.data import ModelInfo
 from mantou.engine.step import Step
 from mantou.errors import ConfigError, ContextOverflow
+from mantou.kv.budget import TRANSIENT_BYTES
 from mantou.protocols import Load
 from tests.compose.heads import assistant_folder, eagle_folder
 from tests.real import TINY_CONTEXT, tiny_folder
@@ -136,3 +137,35 @@ def test_a_head_counts_and_an_assistant_keeps_nothing(tmp_path: Path) -> None:
         head = writer("gemma4_text", tmp_path / kind)
         _, info = loaded(model, draft_model=str(head), cache_dir=tmp_path / "models")
         assert info.extra["draft_kv_bytes_per_token"] == kept
+
+
+def test_the_weights_of_a_draft_model_and_of_a_head_count_in_the_memory_budget(
+    folder: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"cache_dir": tmp_path / "models", "paged_kv": "off"}
+    model, head = model_folder("llama", tmp_path / "model"), eagle_folder("llama", tmp_path / "head")
+    for target, draft in ((folder, folder), (model, head)):
+        _, alone = loaded(target, **options)
+        _, helped = loaded(target, draft_model=str(draft), **options)
+        more = helped.extra["draft_weights_bytes"]
+        assert alone.extra["draft_weights_bytes"] == 0
+        assert more == alone.weights_bytes if draft == target else 0 < more < alone.weights_bytes
+        room = 320 * (helped.extra["kv_bytes_per_token"] + helped.extra["draft_kv_bytes_per_token"])
+        budget = int(alone.weights_bytes + more + 512 * TRANSIENT_BYTES + room)
+        _, bound = loaded(target, draft_model=str(draft), memory_budget_bytes=budget, **options)
+        assert 0 < bound.context_length <= 320
+
+
+def test_a_memory_budget_that_a_draft_model_fills_is_one_sentence_with_numbers(
+    folder: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "cache_dir": tmp_path / "models",
+        "paged_kv": "off",
+        "draft_model": str(folder),
+    }
+    _, info = loaded(folder, **options)
+    budget = 2 * info.weights_bytes + 512 * TRANSIENT_BYTES - 1
+    with pytest.raises(ConfigError, match=r"those that draft .* GB .* serve without drafts") as error:
+        loaded(folder, memory_budget_bytes=budget, **options)
+    assert str(error.value).count(". ") == 0

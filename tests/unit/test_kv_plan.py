@@ -181,5 +181,13 @@ def test_a_memory_budget_leaves_for_keys_and_values_what_weights_and_a_chunk_do_
     assert kv_limit(7, None, weights_bytes=5, chunk=512) == 7
     assert kv_limit(None, 10**9, weights_bytes=10**8, chunk=100) == 845_000_000
     assert kv_limit(10**6, 10**9, weights_bytes=10**8, chunk=100) == 10**6
-    with pytest.raises(ConfigError, match=r"--memory-budget is 1\.00 GB, but the weights take 2\.00 GB"):
+    assert kv_limit(None, 10**9, weights_bytes=10**8, chunk=100, draft_bytes=10**8) == 745_000_000
+    with pytest.raises(
+        ConfigError, match=r"--memory-budget is 1\.00 GB, but the weights take 2\.00 GB and a"
+    ):
         kv_limit(None, 10**9, weights_bytes=2 * 10**9, chunk=100)
+    with pytest.raises(
+        ConfigError, match=r"those that draft 0\.90 GB and a .* raise it or serve without"
+    ) as error:
+        kv_limit(None, 10**9, weights_bytes=10**8, chunk=100, draft_bytes=9 * 10**8)
+    assert str(error.value).count(". ") == 0

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mantou.data import Draft, DraftAsk, Request, Sampling, Speculation
-from mantou.spec.compose import AdaptiveWidth, ByKind, FirstOf, expected_tokens
+from mantou.spec.compose import AdaptiveWidth, ByKind, FirstOf, expected_tokens, num_likely
 from mantou.spec.cost import StepCosts
 from mantou.spec.none import NoDraft
 
@@ -113,7 +114,7 @@ def test_the_width_is_what_gives_most_tokens_a_second(per_token: float, chance: 
 
 def test_a_full_batch_drafts_less_than_one_row() -> None:
     alone, full = AdaptiveWidth(Source("s"), costs(0.05)), AdaptiveWidth(Source("s"), costs(0.05))
-    full.timed(16, 1, 1.0)
+    full.timed((1,) * 16, 0, 1.0)
     names = [str(i) for i in range(16)]
     assert widths(alone.propose(asks("a"))) == [8]
     assert max(widths(full.propose(asks(*names)))) < 8
@@ -122,9 +123,9 @@ def test_a_full_batch_drafts_less_than_one_row() -> None:
 def test_rows_without_a_guess_keep_the_step_narrow() -> None:
     """One row in sixteen that may win a few tokens must not make all of them wait."""
     provider = AdaptiveWidth(Source("s"), costs(0.2))
-    provider.timed(16, 1, 1.0)
+    provider.timed((1,) * 16, 0, 1.0)
     assert widths(provider.propose(asks("a"))) == [0]
-    provider.timed(1, 1, 1.0)
+    provider.timed((1,), 0, 1.0)
     assert widths(provider.propose(asks("b")))[0] > 0
 
 
@@ -178,7 +179,7 @@ def test_rows_that_only_pay_together_are_asked_together() -> None:
     names = [str(i) for i in range(16)]
     for _ in range(3):
         for name in names:
-            provider.timed(16, 1, 1.0)
+            provider.timed((1,) * 16, 0, 1.0)
             provider.propose(asks(name))  # alone, and cut to nothing
             provider.observe(request(name), Draft(), [1])
     assert [provider.width(request(name), [0]) for name in names] == [8] * 16
@@ -191,8 +192,39 @@ def test_a_device_with_a_pipeline_is_left_alone_for_a_while_after_guesses_that_d
     found = []
     for _ in range(4):
         found.append(provider.width(request("b"), [0]))
-        provider.timed(1, 1, 1.0)
+        provider.timed((1,), 0, 1.0)
     assert found == [0, 0, 0, 8]
+
+
+def test_where_padding_is_free_each_row_guesses_as_far_as_its_own_guesses_hold() -> None:
+    """A step costs its tokens: a sure row takes all of its draft, a doubtful one next to nothing. Cut alike, they would
+    all take the width between."""
+    chances = {"sure": 0.98, "fair": 0.6, "poor": 0.05}
+
+    class Several(Source):
+        def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+            drafts = super().propose(asks)
+            return [replace(d, chance=chances[a.request.id]) for a, d in zip(asks, drafts, strict=True)]
+
+    def cut(padding: float) -> list[int]:
+        table = costs(0.05)
+        table.padding = padding
+        provider = AdaptiveWidth(Several("s"), table)
+        provider.timed((1,) * 8, 0, 1.0)
+        return widths(provider.propose(asks(*chances)))
+
+    sure, fair, poor = cut(0.0)
+    assert sure == 8
+    assert 0 < fair < sure
+    assert poor == 0
+    assert len(set(cut(1.0))) == 1
+
+
+@given(st.floats(0.01, 0.98), st.floats(0.05, 0.95))
+def test_a_cut_draft_is_right_as_often_as_it_must_be(acceptance: float, chance: float) -> None:
+    width = num_likely(acceptance, chance)
+    assert acceptance**width >= chance * (1 - 1e-9)
+    assert acceptance ** (width + 1) < chance * (1 + 1e-9)
 
 
 # ------------------------------------------------------------------ costs
@@ -218,7 +250,7 @@ def test_steps_that_are_slower_than_measured_move_the_whole_table() -> None:
     table = StepCosts.from_cells({(1, 1): 1.0, (1, 4): 2.0, (8, 1): 3.0, (8, 4): 9.0})
     before = table.seconds(8, 4) / table.seconds(1, 1)
     for _ in range(100):
-        table.observe(1, 1, 1.5)
+        table.observe((1,), 0, 1.5)
     assert table.seconds(1, 1) == pytest.approx(1.5, rel=0.01)
     assert table.seconds(8, 4) / table.seconds(1, 1) == pytest.approx(before, rel=0.1)
 
@@ -233,15 +265,46 @@ def test_a_width_that_was_measured_too_cheap_is_mended_by_a_few_steps() -> None:
     """As on a machine that was busy with something else when it was measured."""
     table = StepCosts.from_cells({(1, 1): 4.0, (1, 2): 5.0, (16, 1): 40.0, (16, 2): 41.0})
     for _ in range(30):
-        table.observe(16, 1, 17.0)
+        table.observe((1,) * 16, 0, 17.0)
     assert table.seconds(16, 2) < 21
     for _ in range(5):
-        table.observe(16, 2, 30.0)
+        table.observe((2,) * 16, 0, 30.0)
     assert table.seconds(16, 2) > 26
     assert table.seconds(16, 1) == pytest.approx(17.0, rel=0.05)
 
 
 def test_one_slow_step_says_nothing() -> None:
     table = StepCosts.from_cells({(1, 1): 1.0})
-    table.observe(1, 1, 40.0)
+    table.observe((1,), 0, 40.0)
     assert table.seconds(1, 1) == 1.0
+
+
+def test_a_slower_machine_is_believed_when_slow_steps_go_on() -> None:
+    table = StepCosts.from_cells({(1, 1): 1.0})
+    for _ in range(60):
+        table.observe((1,), 0, 8.0)
+    assert table.seconds(1, 1) == pytest.approx(8.0, rel=0.05)
+
+
+def test_what_rows_hold_is_added_to_every_width_and_multiplies_none() -> None:
+    """Long contexts: a step of one token a row takes three times as long, and four tokens cost no more than before."""
+    table = StepCosts.from_cells({(1, 1): 4.0, (1, 4): 6.0, (8, 1): 8.0, (8, 4): 24.0}, held_s=0.001)
+    for step in range(400):
+        num_rows, num_held = (1, 1000) if step % 2 else (8, 8000)
+        table.observe((1,) * num_rows, num_held, (4.0 if num_rows == 1 else 8.0) + 0.002 * num_held)
+    table.num_held = 8000
+    assert table.seconds(8, 1) == pytest.approx(24.0, rel=0.1)
+    assert table.seconds(8, 4) - table.seconds(8, 1) < 24  # 48 if all had been scaled
+
+
+def test_a_wide_step_costs_what_its_padding_costs() -> None:
+    table = StepCosts.from_cells({(1, 1): 1.0, (4, 1): 2.0, (4, 8): 9.0}, padding=0.25)
+    assert table.width_of((8, 1, 1, 2)) == pytest.approx(0.25 * 8 + 0.75 * 3)
+    assert table.width_of((1, 1, 1)) == 1
+
+
+def test_a_wide_step_is_never_thought_cheaper_than_a_plain_one() -> None:
+    table = StepCosts.from_cells({(1, 1): 1.0, (1, 4): 2.0, (4, 1): 1.5, (4, 4): 4.0})
+    for _ in range(50):
+        table.observe((4,) * 4, 0, 0.7)
+    assert table.seconds(4, 4) >= table.seconds(4, 1)

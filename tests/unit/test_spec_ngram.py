@@ -85,6 +85,18 @@ def test_chances_follow_what_was_right() -> None:
     assert later.chance < 0.1 < first.chance
 
 
+def test_copies_of_rows_that_sample_are_judged_apart() -> None:
+    provider, tokens = NGram(2, 4), [1, 2, 3, 1, 2]
+    warm = Request("w", (1,), Sampling(temperature=1.0))
+    (cold,) = provider.propose([DraftAsk(request(), tokens, 1)])
+    (first,) = provider.propose([DraftAsk(warm, tokens, 1)])
+    assert first.chance < cold.chance
+    for _ in range(60):
+        provider.observe(warm, first, [8])
+    assert provider.propose([DraftAsk(request(), tokens, 1)])[0].chance == cold.chance
+    assert provider.propose([DraftAsk(warm, tokens, 1)])[0].chance < 0.1
+
+
 def test_another_providers_drafts_teach_nothing() -> None:
     provider, tokens = NGram(2, 4), [1, 2, 3, 1, 2]
     (first,) = provider.propose([DraftAsk(request(), tokens, 1)])

@@ -180,6 +180,7 @@ class CpuOps:
             positions=positions,
             num_top=num_top,
             allowed=allowed,
+            count=None if params.num_draws is None else mx.array(params.num_draws, mx.int32),
         )
         return [tokens, mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0], *others]
 

@@ -246,6 +246,7 @@ def _draw_cases() -> Iterator[Case]:
         seed_words=mx.zeros((2, 2), mx.uint32),
         positions=mx.zeros((2, 1), mx.uint32),
         num_top=3,
+        count=mx.array([1, 1], dtype=mx.int32),
     )
     order = mx.argsort(-logits, axis=-1)[..., :3].astype(mx.int32)
     highest = logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)

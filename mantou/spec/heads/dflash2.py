@@ -5,13 +5,11 @@ stand between two short causal convolutions over the block, which the context do
 holds both; `kernel_projection` adds to them, for every place and each `conv_group_size` channels, what it makes of the
 part's input. `candidate_selector` orders the `selector_top_k` likeliest tokens of a place: to a logit it adds a product
 over `selector_rank` numbers, of the guess before (`predecessor_codebook`), the candidate (`successor_codebook`) and the
-place's features. Layers that are `sliding_attention` see `sliding_window` places of the context, and the whole block
-unless `is_causal` says or means otherwise.
+place's features. What layers see is DFlash's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +116,6 @@ class DFlash2(DSpark):
         qwen3 = family_module("qwen3")
         module.layers = [_Layer(module.args, qwen3, taps, group_size) for _ in module.layers]
         module.candidate_selector = _Selector(vocab_size, width, rank)
-        self._sights = _sights(checkpoint, len(module.layers))
         config = checkpoint.config
         self._input_scale = float(config.get("input_embedding_scale") or 1.0)
         self._output_scale = float(config.get("output_multiplier") or 1.0)
@@ -127,16 +124,6 @@ class DFlash2(DSpark):
 
     def _embedded(self, tokens: mx.array) -> mx.array:
         return self._input_scale * super()._embedded(tokens)
-
-    def _masks(self, span: int, positions: mx.array) -> Sequence[mx.array]:
-        columns = mx.arange(span, dtype=mx.int32)[None, None, None]
-        places = positions[:, None, :, None]
-        ahead, block = places[:, :, -1:], columns >= places[:, :, :1]
-        masks: list[mx.array] = []
-        for window, causal in self._sights:
-            seen = columns <= (places if causal else ahead)
-            masks.append(seen if window is None else seen & (block | (places - columns < window)))
-        return masks
 
     def logits(self, features: mx.array) -> mx.array:
         logits = self._output_scale * super().logits(features).astype(mx.float32)
@@ -148,21 +135,3 @@ class DFlash2(DSpark):
         added = self._module.candidate_selector(features, before, best)
         found = mx.take_along_axis(logits, best, axis=-1) + added.astype(logits.dtype)
         return mx.put_along_axis(mx.full(logits.shape, -mx.inf, logits.dtype), best, found, axis=-1)
-
-
-def _sights(checkpoint: Checkpoint, num_layers: int) -> list[tuple[int | None, bool]]:
-    """Of each layer: places of the context that it sees (None = all), and whether its block looks back only."""
-    config = checkpoint.config
-    types = config.get("layer_types") or ["full_attention"] * num_layers
-    if len(types) != num_layers or not {*types} <= {"full_attention", "sliding_attention"}:
-        raise ModelError(
-            f"{checkpoint.folder}/config.json has layer_types that mantou does not know, or not one for each layer; "
-            "choose another drafter."
-        )
-    named = [config.get(name) for name in ("is_causal", "causal")]
-    named.append(False if config.get("sliding_window_non_causal") else None)  # speculators' word for it
-    causal = next((value for value in named if value is not None), None)
-    return [
-        (checkpoint.size("sliding_window") if slides else None, slides if causal is None else bool(causal))
-        for slides in (of == "sliding_attention" for of in types)
-    ]

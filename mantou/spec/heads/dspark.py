@@ -5,9 +5,9 @@ Layout of the public checkpoints (DeepSpec's, and the same tensors as vLLM's spe
 place a token. A block holds the last known token and then masks; its places see all of that context and one another.
 `markov_head` adds what the token before says of the next one, and `confidence_head` says how far the guesses hold.
 Embedding and `lm_head` are the head's own where it brings them. Only the family with Qwen3's layers is read. DFlash
-(arXiv:2602.06036) has neither of the two small heads, guesses nothing at the known token's own place, and may have
-been trained with windows: these are not applied, which costs acceptance in contexts that are longer. DFlash 2 is a
-sibling (`dflash2.py`).
+(arXiv:2602.06036) has neither of the two small heads and guesses nothing at the known token's own place. Layers that
+are `sliding_attention` see `sliding_window` places of the context, and of the block those up to their own unless the
+configuration says otherwise (`sights`). DFlash 2 is a sibling (`dflash2.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _SKIPPED = ("t2d", "d2t", "rotary_emb.inv_freq")
 _KNOWN = ("qwen3", "dspark", "dspark_qwen3")
 FOREIGN = ("layer_scalar", "log_snr", "sink")  # parts of other families
 _NEWER = ("selector", "conv")  # and of DFlash 2
+
+# Places of the context that a layer sees (None = all), and whether it sees no place of the block behind its own.
+Sight = tuple[int | None, bool]
 
 
 class _Attention(nn.Module):
@@ -139,6 +142,7 @@ class DSpark:
         self._first = _first_slot(read)
         weights = {n: w for n, w in read.weights.items() if not n.endswith(_SKIPPED)}
         self._module: Any = self._parts(checkpoint, weights)
+        self._sights = sights(checkpoint, len(self._module.layers))
         checkpoint.load_into(self._module, weights)
         if self.ids is not None and "lm_head" not in self._module:
             self._module.lm_head = fewer_tokens(target, self.ids)
@@ -186,8 +190,13 @@ class DSpark:
     def _masks(self, span: int, positions: mx.array) -> Sequence[mx.array]:
         """What each layer sees of `span` columns from a block at `positions` int32[B, T]: bool[B, 1, 1 or T, span]."""
         columns = mx.arange(span, dtype=mx.int32)[None, None, None]
-        mask = columns <= positions[:, -1:][:, None, None]  # the whole block, in both directions
-        return [mask] * len(self._module.layers)
+        places = positions[:, None, :, None]
+        ahead, block = places[:, :, -1:], columns >= places[:, :, :1]
+        masks: dict[Sight, mx.array] = {}
+        for window, causal in set(self._sights):
+            seen = columns <= (places if causal else ahead)
+            masks[window, causal] = seen if window is None else seen & (block | (places - columns < window))
+        return [masks[sight] for sight in self._sights]
 
     def logits(self, features: mx.array) -> mx.array:
         return self._project(features)
@@ -212,6 +221,29 @@ class DSpark:
             known = self._module.markov_head.markov_w1(before)
             features = mx.concatenate([features, known.astype(features.dtype)], axis=-1)
         return mx.sigmoid(self._module.confidence_head.proj(features)[..., 0])
+
+
+def sights(checkpoint: Checkpoint, num_layers: int) -> list[Sight]:
+    """What each layer sees. `is_causal` (or `causal` of the dflash_config) speaks for all layers; speculators'
+    `sliding_window_non_causal` for those with a window, which look back only where nothing is said: but speculators'
+    DFlash means the opposite then."""
+    config = checkpoint.config
+    types = config.get("layer_types") or ["full_attention"] * num_layers
+    if len(types) != num_layers or not {*types} <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{checkpoint.folder}/config.json has layer_types that mantou does not know, or not one for each layer; "
+            "choose another drafter."
+        )
+    of_all = next((config[name] for name in ("is_causal", "causal") if config.get(name) is not None), None)
+    usual = str(config.get("speculators_model_type")).startswith("dflash")
+    of_sliding = not config.get("sliding_window_non_causal", usual)
+    return [
+        (
+            checkpoint.size("sliding_window") if slides else None,
+            slides and of_sliding if of_all is None else bool(of_all),
+        )
+        for slides in (of == "sliding_attention" for of in types)
+    ]
 
 
 def _first_slot(checkpoint: Checkpoint) -> int:
