@@ -16,7 +16,7 @@ from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
 from mantou.kv.recurrent import RecurrentState
 from mantou.models import paging, tape, taps
-from mantou.models.compiled import WORTH_IT, CompiledSteps, in_one_form
+from mantou.models.compiled import MAX_WIDTH, WORTH_IT, CompiledSteps, in_one_form
 from mantou.models.device import release_thread
 from mantou.models.head import Selection, Vocabulary, install, vocabulary
 from mantou.models.layouts import arrange, layout_names, make_layouts
@@ -27,6 +27,10 @@ from mantou.protocols import Group, KVScheme
 # Columns of a ring beyond its window. The place of a position in the ring decides the order in which attention sums it,
 # so the size is the same for every usual chunk: equal requests give equal bits on servers with different chunks.
 RING_SLACK = 512
+
+
+# Rows, slots and widths that are run before the first request: one row with drafts, all slots, some slots.
+_WARM = ((1, 1, (1, 2, 4, 8)), (2, 2, (1, 2)), (2, 4, (1, 2)))
 
 
 @cache
@@ -172,9 +176,15 @@ class Runner:
         index = None
         if wanted is not None and group.width > 1:
             index = mx.array([list(columns) for columns in wanted], dtype=mx.int32)
+        if index is None or self.compiled is None or index.shape[1] == 1 or group.width > MAX_WIDTH:
+            return tokens, self._run(tokens, index)
+        # A compiled shape for each number of drafted tokens would be too many: drafts project all positions.
+        return tokens, mx.take_along_axis(self._run(tokens, None), index[..., None], axis=1)
+
+    def _run(self, tokens: mx.array, index: mx.array | None) -> mx.array:
         logits, *hidden = (self.compiled or self._forward)(tokens, index)
         self._hidden = hidden[0] if hidden else None
-        return tokens, logits
+        return logits
 
     def _begin(self, group: Group, *, rewindable: bool = False) -> None:
         if self.block:
@@ -209,18 +219,19 @@ class Runner:
         self.kv.abort()
 
     def warm_up(self) -> None:
-        """Decodes one row, two, and two of four until that is compiled: the device's kernels are made now, not in the
-        first requests. Leaves the KV empty."""
+        """Runs what requests will, until it is compiled: the device's kernels are made now, not in the first of them.
+        Leaves the KV empty."""
         if self.compiled is None:
             return
-        for rows, slots in ((1, 1), (2, 2), (2, 4)):
+        for rows, slots, widths in _WARM:
             self.kv.resize(slots)
-            for width in (1, 2):
+            for width in widths:
                 group = Group(0, width, (width,) * rows)
-                for _ in range(WORTH_IT + 2):
-                    _, logits = self.forward(group, [[0] * width] * rows, None)
+                for step in range(WORTH_IT + 2):
+                    wanted = None if step else [[0]] * rows
+                    _, logits = self.forward(group, [[0] * width] * rows, wanted)
                     mx.eval(mx.argmax(logits, axis=-1), self.kv.arrays())
-                    self.kv.commit(group, group.num_tokens)
+                    self.kv.commit(group, [1] * rows)
         self._hidden = None
         self.kv.resize(0)
 

@@ -103,7 +103,8 @@ class HeadDraft(GraphDraft[Graph, _Row]):
         started = time.perf_counter()
         graph.kv.begin(Group(0, pairs, (pairs,) * rows))
         features = cls._linked(graph, graph(mx.zeros((rows, pairs), mx.int32), hidden), rows)
-        mx.eval(mx.argmax(graph.logits(features), axis=-1), graph.kv.arrays())
+        best = mx.argmax(graph.logits(features), axis=-1)
+        mx.eval(best if graph.ids is None else graph.ids[best], graph.kv.arrays())
         graph.kv.abort()
         spent = time.perf_counter() - started
         graph.kv.resize(0)
