@@ -376,9 +376,7 @@ class DeviceOps(Protocol):
 
     name: str
     reads_blocks: bool  # whether `read_blocks` has a form for plain and affine parts
-    compiles: (
-        bool  # whether a step of few tokens waits for the host that builds it, so that it pays to compile it
-    )
+    compiles: bool  # whether steps of few tokens wait for the host, so that it pays to compile them
 
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""

@@ -125,7 +125,9 @@ void attention(const Kernels& kernels, const AttentionCall& c, Hands hands) {
   const int chunk = std::clamp((1 << 17) / std::max(1, group * c.keys), 1, hands == Hands::own ? 128 : 32);
   const int chunks = (c.tokens + chunk - 1) / chunk;
   // With few tasks (one row decodes), split the query heads of a group too; they read the same keys from cache.
-  const bool split = group > 1 && static_cast<int64_t>(c.batch) * c.kv_heads * chunks < 2 * threads;
+  // Unless these are more than a core's own cache holds beside the rest: then reading them once is worth idle threads.
+  const bool near = static_cast<int64_t>(c.keys) * (c.head_dim + c.value_dim) <= 1 << 16;
+  const bool split = group > 1 && near && static_cast<int64_t>(c.batch) * c.kv_heads * chunks < 2 * threads;
   const int parts = split ? group : 1, per_part = group / parts;
   const double cost_us = static_cast<double>(c.batch) * c.heads * c.tokens * c.keys * (c.head_dim + c.value_dim) / 2e4;
   const int items = c.batch * c.kv_heads * chunks * parts;

@@ -30,7 +30,7 @@ RING_SLACK = 512
 
 
 # Rows, slots and widths that are run before the first request: one row with drafts, all slots, some slots.
-_WARM = ((1, 1, (1, 2, 4, 8)), (2, 2, (1, 2)), (2, 4, (1, 2)))
+_WARM = ((1, 1, (1, 2, 4, 8, 16)), (2, 2, (1, 2)), (2, 4, (1, 2)))
 
 
 @cache
@@ -225,7 +225,7 @@ class Runner:
             return
         for rows, slots, widths in _WARM:
             self.kv.resize(slots)
-            for width in widths:
+            for width in (w for w in widths if w <= self.max_width):
                 group = Group(0, width, (width,) * rows)
                 for step in range(WORTH_IT + 2):
                     wanted = None if step else [[0]] * rows

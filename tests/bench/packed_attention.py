@@ -2,7 +2,8 @@
 
 Part 1 compares the kernels with the oracle, spread over processes (compiling takes seconds a kernel, and MLX keeps the
 results on disk). Part 2 times one layer's decode attention: native, unpacked, in place, and kernel variants. Part 3
-decodes with a random Qwen3-4B over the engine's rows. Every result is printed as it comes and kept in DIR.
+decodes with a random Qwen3-4B over the engine's rows; `--only starter` does with the starter, on CPUs too. Every result
+is printed as it comes and kept in DIR.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mantou.config import STARTER
 from mantou.kv.codecs import InRecords, make_scheme
 from mantou.kv.geometry import Geometry
 from mantou.kv.plan import LayerCodec
@@ -30,7 +32,8 @@ from mantou.kv.records import Place
 from mantou.kv.shapes import LayerShape
 from mantou.models.device import this_device
 from mantou.models.families import Family
-from mantou.models.load import describe, family_module
+from mantou.models.hub import obtain
+from mantou.models.load import describe, family_module, load
 from mantou.models.ops import device_ops
 from mantou.models.ops.cuda import FoldedAttention
 from mantou.models.ops.records import (
@@ -42,6 +45,7 @@ from mantou.models.ops.records import (
 )
 from mantou.models.ops.records_format import record_format
 from mantou.models.runner import Runner
+from mantou.progress import ProgressBoard
 from mantou.protocols import Group, KVScheme
 
 SCHEMES = ("8", "4", "turbo", "turbo-k4v2")
@@ -336,11 +340,15 @@ def random_model(config: dict[str, Any]) -> Any:
 
 
 class Decoding:
-    """Rows that hold `lengths` tokens and decode, a step ahead of the device."""
+    """Rows that hold `lengths` tokens and decode: a step ahead of the device, as the engine does, or in turn on a CPU."""
 
-    def __init__(self, model: Any, scheme: KVScheme, lengths: Sequence[int], chunk: int = 512) -> None:
-        self.runner = Runner(model, scheme, max_width=chunk, span_step=256, compiles=True)
+    def __init__(
+        self, model: Any, scheme: KVScheme, lengths: Sequence[int], chunk: int = 512, **options: Any
+    ) -> None:
+        options = options or {"span_step": 256, "compiles": True}
+        self.runner = Runner(model, scheme, max_width=chunk, **options)
         self.rows = len(lengths)
+        self._in_turn = this_device().on_cpu
         self.runner.kv.resize(self.rows)
         vocabulary = model.config["vocab_size"]
         for lo in range(0, max(lengths), chunk):
@@ -362,7 +370,10 @@ class Decoding:
         _, logits = self.runner.forward(group, self._fed, None)
         self._fed = mx.argmax(logits, axis=-1).astype(mx.int32)
         self.built.append(time.perf_counter() - began)
-        mx.async_eval(self._fed, self.runner.kv.arrays())
+        if self._in_turn:
+            mx.eval(self._fed, self.runner.kv.arrays())
+        else:
+            mx.async_eval(self._fed, self.runner.kv.arrays())
         self.runner.kv.commit(group, ones)
         if self._last is not None:
             self._last.tolist()
@@ -388,10 +399,14 @@ class Decoding:
 
 
 def side_by_side(
-    model: Any, schemes: Mapping[str, KVScheme], lengths: Mapping[str, Sequence[int]], rounds: int
+    model: Any,
+    schemes: Mapping[str, KVScheme],
+    lengths: Mapping[str, Sequence[int]],
+    rounds: int,
+    **options: Any,
 ) -> dict[str, dict[str, float]]:
     """Decodes with each scheme in turn, a few steps at a time: a host of many tenants is now quick and now slow."""
-    all_ = {name: Decoding(model, schemes[name], rows) for name, rows in lengths.items()}
+    all_ = {name: Decoding(model, schemes[name], rows, **options) for name, rows in lengths.items()}
     for decoding in all_.values():
         decoding.steps(24, warm=24)
     for _ in range(rounds):
@@ -442,6 +457,23 @@ def time_model(config: dict[str, Any], length: int, rounds: int, limit: float, k
         mx.clear_cache()
 
 
+def time_starter(length: int, rounds: int, kept: dict[str, Any]) -> None:
+    """A real model on whatever device this is: how fast rows of `length` tokens decode, by codec."""
+    board = ProgressBoard()
+    device = this_device()
+    model = load(obtain(STARTER, revision=None, cache_dir=None, board=board))
+    ops = device_ops(device.kind)
+    say(device.name, "notes:", ops.install(model.module))
+    schemes = {name: InRecords(make_scheme(name), ops.records) for name in ("off", "8", "4", "turbo")}
+    options = {"span_step": 1, "write_rows": ops.write_rows} if device.on_cpu else {}
+    for what, lengths in (("1 row", [length]), ("4 ragged rows", [length - 37 * i for i in range(4)])):
+        found = side_by_side(model, schemes, dict.fromkeys(schemes, lengths), rounds, **options)
+        kept[what] = found
+        for name, one in found.items():
+            share = one["tokens_per_second"] / found["off"]["tokens_per_second"]
+            say(f"{what}, {name}: {share:.2f}x", {k: round(value, 3) for k, value in one.items()})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.packed_attention", description=__doc__)
     parser.add_argument("--part", help="I/N: only this share of the comparisons")
@@ -455,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         share = args.part.split("/")
         check_part(int(share[0]), int(share[1]))
         return 0
-    results: dict[str, Any] = {"check": {}, "variants": {}, "layers": {}, "model": {}}
+    results: dict[str, Any] = {"check": {}, "variants": {}, "layers": {}, "model": {}, "starter": {}}
     plain = mx.fast.scaled_dot_product_attention
     sizes = [(rows, columns) for columns in (4096, 1024, 16384) for rows in (1, 4, 8, 16, 32)]
     parts: dict[str, Callable[[], None]] = {
@@ -464,6 +496,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             [(1, 4096), (8, 4096), (32, 4096), (1, 16384)], results["variants"]
         ),
         "layers": lambda: time_layers(plain, sizes, results["layers"]),
+        "starter": lambda: time_starter(4096, args.rounds, results["starter"]),
         "model": lambda: time_model(QWEN, 4096, args.rounds, args.limit, results["model"]),
     }
     for name in args.only.split(","):
