@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mantou.cache import blocks, trie
-from mantou.cache.blocks import Tokens, as_tokens, cut
+from mantou.cache.blocks import Tokens, as_tokens
 from mantou.cache.prefetch import Ticket, nothing_to_wait_for
 from mantou.cache.segments import Segments
 from mantou.cache.sessions import Sessions
@@ -291,4 +291,4 @@ class RamStore:
 def _pieces(found: Walk, num_tokens: int | None = None) -> tuple[Piece, ...]:
     """The columns of a walk, up to `num_tokens`."""
     end = found.num_tokens if num_tokens is None else num_tokens
-    return tuple(cut(node.piece, node.lo, min(node.hi, end)) for node in found.nodes if node.lo < end)
+    return tuple(node.piece.cut(node.lo, min(node.hi, end)) for node in found.nodes if node.lo < end)
