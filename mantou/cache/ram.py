@@ -106,7 +106,11 @@ class RamStore:
         session: str | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Memory needs no time."""
+        """Memory needs no time; but running rows should not push out what is about to be used."""
+        root = self._roots.get(key)
+        if root is not None:
+            self._clock += 1
+            self._segments.touch(trie.walk(root, as_tokens(tokens)).nodes, self._clock)
         return nothing_to_wait_for()
 
     # ------------------------------------------------------------------ what tiers and the server ask
