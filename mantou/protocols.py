@@ -255,7 +255,8 @@ class RowKV(Protocol):
     @property
     def since(self) -> int | None: ...
     def columns(self, lo: int, hi: int) -> Piece:
-        """Positions [lo, hi); it begins later than `lo` where a sliding window has overwritten what was asked for."""
+        """Positions [lo, hi); it begins later than `lo` where a sliding window has overwritten what was asked for, or
+        where that is not at hand in this step."""
         ...
 
     def state(self) -> State | None:

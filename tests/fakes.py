@@ -73,7 +73,8 @@ class DictStore(NoStore):
         size = len(tokens)
         cuts = [0, size // 2, size] if size > 1 else [0, size]  # two pieces, so that joining them is tested
         pieces = tuple(row.columns(lo, hi) for lo, hi in itertools.pairwise(cuts))
-        self.entries[key, tuple(tokens)] = Hit(size, pieces, row.state())
+        if [piece.lo for piece in pieces] == cuts[:-1]:
+            self.entries[key, tuple(tokens)] = Hit(size, pieces, row.state())
 
     def shrink(self, nbytes: int) -> int:
         self.entries.clear()

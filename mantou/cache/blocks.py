@@ -1,4 +1,4 @@
-"""Blocks of a prompt: their addresses, and cutting and joining their host bytes. Knows no tiers and no eviction.
+"""Blocks of a prompt: their addresses, and joining their host bytes. Knows no tiers and no eviction.
 
 A prompt is cut at multiples of BLOCK. The address of a prefix is a chain of SHA-256 over (address of the whole blocks
 before, tokens of the last block); the chain starts at the CacheKey. Equal addresses mean equal tokens under equal
@@ -73,16 +73,6 @@ def spans(key: CacheKey, tokens: Tokens) -> Iterator[Span]:
         parent = span.address
 
 
-def cut(piece: Piece, lo: int, hi: int, *, copy: bool = False) -> Piece:
-    """The positions [lo, hi) of a piece that holds them; with `copy`, bytes of its own."""
-    if (lo, hi) == (piece.lo, piece.hi):
-        return piece
-    first, last = lo - piece.lo, hi - piece.lo
-    taken = [stack.data[..., first:last, :] for stack in piece.stacks]
-    arrays = [np.ascontiguousarray(data) for data in taken] if copy else taken
-    return Piece(lo, hi, _like(piece, arrays))
-
-
 def join(pieces: Sequence[Piece]) -> Piece:
     """Contiguous pieces as one; a single one is returned as it is."""
     if len(pieces) == 1:
@@ -100,10 +90,6 @@ def join_stacks(parts: Sequence[tuple[Stack, ...]]) -> tuple[Stack, ...]:
     )
 
 
-def _like(piece: Piece, arrays: Sequence[np.ndarray]) -> tuple[Stack, ...]:
-    return tuple(Stack(a, s.dtype, s.members) for a, s in zip(arrays, piece.stacks, strict=True))
-
-
 @dataclass(frozen=True, slots=True)
 class HeldRow:
     """A hit seen as a row (`RowKV`), so that moving KV between tiers is `put` like everything else."""
@@ -114,7 +100,7 @@ class HeldRow:
     def pieces(self, lo: int, hi: int) -> list[Piece]:
         """Positions [lo, hi), from a later `lo` where the hit does not reach back so far; without a copy."""
         return [
-            cut(piece, max(lo, piece.lo), min(hi, piece.hi))
+            piece.cut(max(lo, piece.lo), min(hi, piece.hi))
             for piece in self.hit.pieces
             if piece.lo < hi and piece.hi > lo
         ]

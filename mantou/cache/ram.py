@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mantou.cache import blocks, trie
-from mantou.cache.blocks import Tokens, as_tokens, cut
+from mantou.cache.blocks import Tokens, as_tokens
 from mantou.cache.prefetch import Ticket, nothing_to_wait_for
 from mantou.cache.segments import Segments
 from mantou.cache.sessions import Sessions
@@ -106,7 +106,11 @@ class RamStore:
         session: str | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> Ticket:
-        """Memory needs no time."""
+        """Memory needs no time; but running rows should not push out what is about to be used."""
+        root = self._roots.get(key)
+        if root is not None:
+            self._clock += 1
+            self._segments.touch(trie.walk(root, as_tokens(tokens)).nodes, self._clock)
         return nothing_to_wait_for()
 
     # ------------------------------------------------------------------ what tiers and the server ask
@@ -291,4 +295,4 @@ class RamStore:
 def _pieces(found: Walk, num_tokens: int | None = None) -> tuple[Piece, ...]:
     """The columns of a walk, up to `num_tokens`."""
     end = found.num_tokens if num_tokens is None else num_tokens
-    return tuple(cut(node.piece, node.lo, min(node.hi, end)) for node in found.nodes if node.lo < end)
+    return tuple(node.piece.cut(node.lo, min(node.hi, end)) for node in found.nodes if node.lo < end)

@@ -3,7 +3,7 @@
 Two segments, each ordered by last use. Probation holds what was stored and never asked for again; what was reused, or
 belongs to an open session, is protected, up to a share of the budget. Whoever passes through the tree touches a path
 from its deepest node up, so a node is always older than its parent, and the oldest node is always a leaf. Among the
-few oldest leaves the cheapest to compute again goes first.
+few oldest leaves one goes that is cheap to compute again, or was not asked for in a long time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mantou.cache.trie import Node
 # A conversation asks for each of its states once and goes on; a state that is asked for twice is where prompts part.
 BRANCH_HITS = 2
 PROTECTED_SHARE = 0.8  # the rest is for newcomers, or a new conversation could never become an old one
-# Of so many of the oldest leaves, the one goes that is quickest to compute again for the bytes it takes.
+# Of so many of the oldest leaves, the one goes that is worth least.
 NUM_CANDIDATES = 4
 # Context at which a token's attention costs about as much as its matrix products (hidden size 1,000 to 4,000).
 _EVEN_CONTEXT = 4096
@@ -44,6 +44,7 @@ class Segments:
         self.max_bytes = max_bytes
         self.probation, self.protected = Segment(), Segment()
         self._evict, self._thin = evict, thin
+        self._now = 0  # the newest stamp
 
     @property
     def nbytes(self) -> int:
@@ -71,6 +72,7 @@ class Segments:
 
     def touch(self, path: Iterable[Node], stamp: int) -> None:
         """`path` from the first edge down. Nodes that are reused or held become protected."""
+        self._now = max(self._now, stamp)
         for node in reversed([*path]):
             if node.alive:
                 node.stamp = stamp
@@ -124,11 +126,16 @@ class Segments:
             self._drop_state(self.probation)
             return True
         old = islice((n for n in self.probation.nodes if n.stamp != spare and not n.children), NUM_CANDIDATES)
-        victim = min(old, key=recompute_cost, default=None)
+        victim = min(old, key=self._worth, default=None)
         if victim is not None:
             self._evict(victim)
             return True
         return not crowded and self._demote(spare)
+
+    def _worth(self, node: Node) -> float:
+        """Work that keeping a leaf saves, a byte and an operation since its last use. Where few prompts fill the memory
+        all leaves are among the oldest, and what a running row has just stored is cheap, but not what nobody needs."""
+        return recompute_cost(node) / (self._now + 1 - node.stamp)
 
     def _demote(self, spare: int) -> bool:
         """The oldest protected node becomes a newcomer again; states that were passed go before that."""

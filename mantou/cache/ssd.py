@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mantou.cache import blocks
-from mantou.cache.blocks import Span, Tokens, as_tokens, cut, key_text, spans
+from mantou.cache.blocks import Span, Tokens, as_tokens, key_text, spans
 from mantou.cache.catalog import Chain, Entry, begins
 from mantou.cache.disk import Disk
 from mantou.cache.encoding import COLUMNS, STATE, BadBlock, Label
@@ -327,7 +327,7 @@ def _assemble(chain: Chain, wanted: Sequence[Entry], read: Mapping[str, tuple[St
     if not chain.num_tokens:
         return None
     pieces = tuple(
-        cut(Piece(e.label.lo, e.label.hi, read[e.name]), e.label.lo, min(e.label.hi, chain.num_tokens))
+        Piece(e.label.lo, e.label.hi, read[e.name]).cut(e.label.lo, min(e.label.hi, chain.num_tokens))
         for e in wanted
         if e.label.kind == COLUMNS
     )

@@ -79,6 +79,7 @@ class Tiered:
         wake: Callable[[], None] = lambda: None,
     ) -> Ticket:
         tokens = as_tokens(tokens)
+        self.memory.prefetch(key, tokens, session)
         hit, num_columns = self.memory.peek(key, tokens)
         num_useful = hit.num_tokens if hit else 0
         return self.disk.prefetch(key, tokens, session, wake, num_columns=num_columns, num_useful=num_useful)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mantou.cache import blocks
-from mantou.cache.blocks import Tokens, common_length, cut, join
+from mantou.cache.blocks import Tokens, common_length, join
 from mantou.kv.pieces import Piece, State
 from mantou.protocols import CacheKey
 
@@ -118,14 +118,14 @@ def split(node: Node, position: int) -> Node:
     """Cuts an edge in two and returns the new upper one; `node` stays the lower one, with its state and children."""
     assert node.parent is not None and node.lo < position < node.hi
     size = position - node.lo
-    upper = attach(node.parent, node.tokens[:size], cut(node.piece, node.lo, position, copy=True))
+    upper = attach(node.parent, node.tokens[:size], node.piece.cut(node.lo, position, copy=True))
     upper.stamp, upper.reused, upper.protected, upper.holds = (
         node.stamp,
         node.reused,
         node.protected,
         node.holds,
     )
-    node.piece = cut(node.piece, position, node.hi, copy=True)
+    node.piece = node.piece.cut(position, node.hi, copy=True)
     node.lo, node.tokens, node.parent = position, node.tokens[size:].copy(), upper
     upper.children[int(node.tokens[0])] = node
     return upper

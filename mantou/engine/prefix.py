@@ -7,19 +7,19 @@ step is used up, in small parts, and the rest waits for the next one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Tokens
 
 from mantou.data import Request
 from mantou.engine.axes import Axes
 from mantou.engine.counters import Counters
 from mantou.engine.media import stored_tokens
-from mantou.engine.sequence import Copying, Sequence
+from mantou.engine.sequence import Sequence
 from mantou.engine.timing import StepTimes
 from mantou.kv.batch import RowView
-from mantou.kv.pieces import Piece
+from mantou.kv.pieces import CopiedRow
 from mantou.models.runner import Runner
-from mantou.protocols import CacheKey, Ticket
+from mantou.protocols import CacheKey, RowKV, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ PUBLISH_EVERY = 256
 MIN_GAIN = 64
 # Of a decode step: a restored prompt is waited for; for what is kept a little is plenty, as it grows token by token,
 # and a part that is interrupted in the middle should not show.
-RESTORE_SHARE, KEEP_SHARE = 0.25, 0.1
+RESTORE_SHARE, KEEP_SHARE = 0.25, 0.05
 
 
 class Prefix:
@@ -114,10 +114,12 @@ class Prefix:
             return until[0]
         return num_tokens - 1 if num_tokens == row.num_pending else num_tokens
 
-    def publish_progress(self, running: Iterable[Sequence]) -> None:
+    def publish_progress(self, running: Collection[Sequence]) -> None:
         """Offers prompts when they are complete, and long rows on the way."""
         if not self._axes.store.wants:
             return
+        if self._decode_s is None and any(row.decoding and row.finish is None for row in running):
+            self._decode_s = 0.0  # a prompt is complete: now somebody waits, if only for a first token
         for row in running:
             fresh = row.num_kv - row.num_published
             prompt_done = row.num_pending == 1 and row.num_published < row.num_prompt - 1
@@ -128,49 +130,57 @@ class Prefix:
                 continue
             if now_or_never or (due and self._at_once):
                 self.publish(row, passing=not ends)
-            elif (due or row.copying is not None) and self._in_time(KEEP_SHARE):
-                self._copy_block(row)
+            elif due or row.copying is not None:
+                self._copy(row, row.num_kv if ends else row.num_kv // PUBLISH_EVERY * PUBLISH_EVERY)
 
     def publish_rest(self, row: Sequence) -> bool:
         """Offers what an ended row holds, as far as this step's time goes. False: the row has to stay for the next."""
         if self._at_once or not self._axes.store.wants or row.cache_key is None:
             self.publish(row)
             return True
-        while row.num_published < row.num_kv:
-            if not self._copy_block(row):
-                return False
-        return True
+        while row.num_published < row.num_kv and self._copy(row, row.num_kv):
+            pass
+        return row.num_published == row.num_kv
 
     @property
     def _at_once(self) -> bool:
         """Whether a copy is made in one go: a state fits one position only, and where no row decodes nobody waits."""
         return self.keeps_state or self._decode_s is None
 
-    def _copy_block(self, row: Sequence) -> bool:
-        """Goes on with copying a row's next columns, up to the end of their block; then offers them, and is True."""
+    def _copy(self, row: Sequence, end: int) -> bool:
+        """Goes on with the copy of a row in progress, or begins one up to position `end`, as far as this step's time
+        goes. Returns whether it is complete."""
+        if not self._in_time(KEEP_SHARE):
+            return False
         with self._times.store():
             if row.copying is None:
-                lo, kv = row.num_published, self._runner.kv
-                hi = min(row.num_kv, (lo // PUBLISH_EVERY + 1) * PUBLISH_EVERY)
-                row.copying = Copying(hi, kv.copying(lambda: row.slot, lo, hi))
-            hi = row.copying.hi
+                row.copying = self._parts(row, end)
             try:
-                piece = self._copied(row.copying.parts)
+                for _ in row.copying:
+                    if not self._in_time(KEEP_SHARE):
+                        return False
             except Exception:  # the boundary, as in _put
                 log.exception("the prefix store did not get a copy of request %s", row.id)
-                row.num_published, row.copying = hi, None
-                return True
-            if piece is not None:
-                row.copying = None
-                self._put(row, hi, RowView(self._runner.kv, row.slot, copied=piece))
-        return piece is not None
+                row.num_published = row.num_kv
+            row.copying = None
+        return True
 
-    def _copied(self, parts: Iterator[Piece | None]) -> Piece | None:
-        """What is copied once all parts are done; None if this step's time is over before."""
-        for piece in parts:
-            if piece is not None or not self._in_time(KEEP_SHARE):
-                return piece
-        return None
+    def _parts(self, row: Sequence, end: int) -> Iterator[None]:
+        """Copies and offers a row's columns block by block, in small parts of work.
+
+        A store that is full may have given up what it was offered of the row. It gets that again, in parts like the
+        rest, but only once: a store that cannot hold its rows side by side would ask for ever.
+        """
+        kv, went_back = self._runner.kv, False
+        while row.num_published < end:
+            lo = row.num_published
+            hi = min(end, (lo // PUBLISH_EVERY + 1) * PUBLISH_EVERY)
+            offered = CopiedRow((yield from kv.copying(lambda: row.slot, lo, hi)))
+            self._put(row, hi, offered)
+            lacking = offered.lacking
+            if lacking is not None and not went_back and kv.reaches_back(row.slot, lacking):
+                row.num_published, went_back = lacking, True
+            yield
 
     def publish_little(self, row: Sequence) -> None:
         """Offers a row on the way, unless that is more than others should wait for."""
@@ -185,7 +195,7 @@ class Prefix:
             with self._times.store():
                 self._put(row, row.num_kv, view)
 
-    def _put(self, row: Sequence, num_tokens: int, view: RowView) -> None:
+    def _put(self, row: Sequence, num_tokens: int, view: RowKV) -> None:
         assert row.cache_key is not None
         try:
             tokens = stored_tokens(row.held, row.request.media)[:num_tokens]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from mantou.data import (
     Draft,
@@ -23,10 +22,6 @@ from mantou.data import (
     Usage,
 )
 from mantou.protocols import CacheKey, Claim, Constraint, Load, Ticket
-
-if TYPE_CHECKING:
-    from mantou.kv.pieces import Piece
-
 
 FILLS = ("strict", "echo")  # drafts of these kinds are counted as fill
 
@@ -73,14 +68,6 @@ class DraftCounts:
         return FillUsage(self.injected, steps, self.fill_accepted, self.fill_rejected)
 
 
-@dataclass(frozen=True, slots=True)
-class Copying:
-    """Columns up to position `hi`: small parts of work, the last of which gives the piece."""
-
-    hi: int
-    parts: Iterator[Piece | None]
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: Request
@@ -93,7 +80,7 @@ class Sequence:
     marks: tuple[int, ...] = ()  # positions after which the store is to have the recurrent state
     cache_key: CacheKey | None = None
     ticket: Ticket | None = None  # its prefix on the way from a slow tier
-    copying: Copying | None = None  # its next columns on the way to the prefix store
+    copying: Iterator[None] | None = None  # its next columns on the way to the prefix store, in parts of work
     restoring: Iterator[None] | None = (
         None  # its prefix on the way into the KV, where num_kv counts it already
     )

@@ -89,6 +89,11 @@ class Step:
         """Whether `advance` has something to do; sequences that wait for a slow tier are no work."""
         return bool(self.running or self._flights or any(sequence.ready for sequence in self.waiting))
 
+    @property
+    def _ending(self) -> bool:
+        """Whether a row has ended and is still there."""
+        return any(row.finish is not None for row in self.running)
+
     def submit(self, request: Request) -> None:
         room = self.context_length - len(request.prompt)
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
@@ -165,15 +170,14 @@ class Step:
     # ------------------------------------------------------------------ plan
     def _plan(self) -> Plan:
         # Whoever comes next may go on from what an ended row still has to store.
-        ended = any(row.finish is not None for row in self.running)
-        waiting = [] if ended else [sequence.load() for sequence in self.waiting if sequence.ready]
+        waiting = [] if self._ending else [sequence.load() for sequence in self.waiting if sequence.ready]
         running = [sequence.load() for sequence in self.running if sequence.finish is None]
         num_decoding = sum(load.num_pending == 1 for load in running)
         return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding))
 
     def _continues(self, plan: Plan) -> bool:
         """Whether the next step can be launched on top of the one in flight."""
-        if plan.admit or len(self._flights) != 1:
+        if plan.admit or len(self._flights) != 1 or self._ending:
             return False
         feed = self._flights[0].feed
         if any(self._needs_host(row) for row in feed.sequences):

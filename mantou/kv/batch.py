@@ -15,7 +15,17 @@ from mantou.kv.layouts import Columns, Layout, scrubbed_columns
 from mantou.kv.lending import Readable, Seen
 from mantou.kv.paged import forget_fetched
 from mantou.kv.pages import Pages, Unpaged
-from mantou.kv.pieces import Packing, Parts, Piece, State, Unpacking, host_is_device, states, to_host
+from mantou.kv.pieces import (
+    Packing,
+    Parts,
+    Piece,
+    State,
+    Unpacking,
+    finished,
+    host_is_device,
+    states,
+    to_host,
+)
 from mantou.kv.tape import make_current
 from mantou.protocols import Group, Hit
 
@@ -255,23 +265,25 @@ class KVBatch:
 
         From a later `lo` on if a ring has overwritten some of them; the caller has to look at the piece's own.
         """
-        lo = min(max(lo, self._first_columns[slot]), hi)
+        return finished(self.copying(lambda: slot, lo, hi))
+
+    def reaches_back(self, slot: int, position: int) -> bool:
+        """Whether the row's columns from `position` on are all there, and none is overwritten in a ring."""
+        return self._first_columns[slot] <= position
+
+    def copying(self, slot: Callable[[], int], lo: int, hi: int) -> Generator[None, None, Piece]:
+        """`columns` in small parts of work, with a pause after each. Between two of them other rows may run and the row
+        may go on and move, as long as a ring keeps its columns; `slot` is where it is by now."""
+        lo = min(max(lo, self._first_columns[slot()]), hi)
         if lo == hi:
             return Piece(hi, hi, ())
-        return Piece(lo, hi, to_host([layer.columns(slot, lo, hi) for layer in self.layers]))
-
-    def copying(self, slot: Callable[[], int], lo: int, hi: int) -> Iterator[Piece | None]:
-        """`columns` in small parts of work: None after each, the piece at the end. Between two of them other rows may
-        run and the row may go on and move, as long as a ring keeps its columns; `slot` is where it is by now."""
-        if host_is_device():
-            lo = min(max(lo, self._first_columns[slot()]), hi)
-            packing = Packing([layer.columns(slot(), lo, hi) for layer in self.layers])
-            for index, layer in enumerate(self.layers):
-                packing.take(index, layer.columns(slot(), lo, hi))
-                yield None
-            yield Piece(lo, hi, packing.stacks)
-        else:
-            yield self.columns(slot(), lo, hi)
+        if not host_is_device():
+            return Piece(lo, hi, to_host([layer.columns(slot(), lo, hi) for layer in self.layers]))
+        packing = Packing([layer.columns(slot(), lo, hi) for layer in self.layers])
+        for index, layer in enumerate(self.layers):
+            packing.take(index, layer.host_columns(slot(), lo, hi))
+            yield
+        return Piece(lo, hi, packing.stacks)
 
     def state(self, slot: int) -> State | None:
         """A copy of the row's recurrent state after its last token; None if the model has none."""
@@ -362,11 +374,8 @@ class RowView:
     batch: KVBatch
     slot: int
     since: int | None = None
-    copied: Piece | None = None  # columns that are off the device already
 
     def columns(self, lo: int, hi: int) -> Piece:
-        if self.copied is not None and (lo, hi) == (self.copied.lo, self.copied.hi):
-            return self.copied
         return self.batch.columns(self.slot, lo, hi)
 
     def state(self) -> State | None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import Rows
 from mantou.kv.lending import Loan
-from mantou.kv.pieces import Parts
+from mantou.kv.pieces import HostParts, Parts, host_views
 from mantou.kv.plan import LayerCodec
 
 
@@ -191,6 +191,9 @@ class Delayed:
         for below, beyond in zip(native, (packed[:count], packed[count:]), strict=True):
             found.append(mx.concatenate([below, _in_disguise(beyond, below)], axis=2) if beyond else below)
         return tuple(found)
+
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
+        return tuple((view,) for view in host_views(self.columns(slot, lo, hi)))
 
     def reserve(self, capacity: int) -> Iterator[None]:
         yield from self.native.reserve(min(capacity, self.boundary))

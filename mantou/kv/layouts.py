@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
-from mantou.kv.pieces import Parts
+from mantou.kv.pieces import HostParts, Parts, host_views
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec, place_of
 
@@ -56,6 +57,11 @@ class Layout(Protocol):
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         """The row's positions [lo, hi), each [1, H, hi - lo, d], lazily and perhaps as a slice of the buffer; () for
         layers without columns."""
+        ...
+
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
+        """The same where the host is the device, if possible as views of the buffers: to evaluate even a slice is to
+        wait for another thread. They must be gone before the next forward."""
         ...
 
     def state(self, slot: int) -> Parts:
@@ -254,6 +260,11 @@ class Columns:
         mx.eval(rows)  # so that the buffers have one owner again and the next write is in place
         return rows
 
+    def _lying(self, slot: int, runs: Sequence[tuple[int, int]]) -> HostParts:
+        """Runs of a slot's columns, as views."""
+        views = host_views([*self.keys, *self.values])
+        return tuple(tuple(view[slot : slot + 1, :, a:b] for a, b in runs) for view in views)
+
     def move(self, source: int, target: int, num_tokens: int) -> None:
         if self.keys and num_tokens:
             self._filled(target, self._rows(source, min(num_tokens, self.keys[0].shape[2])), 0)
@@ -352,6 +363,9 @@ class FullRows(Columns):
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         return tuple(p[slot : slot + 1, :, lo:hi] for p in (*self.keys, *self.values))
 
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
+        return self._lying(slot, [(lo, hi)])
+
     def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int) -> None:
         if columns:
             self._filled(slot, columns, columns[0].shape[2])
@@ -407,6 +421,10 @@ class WindowRing(Columns):
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
         where = mx.arange(lo, hi) % self.size
         return tuple(mx.take(p[slot : slot + 1], where, axis=2) for p in (*self.keys, *self.values))
+
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
+        edges = [lo, *range((lo // self.size + 1) * self.size, hi, self.size), hi]
+        return self._lying(slot, [(a % self.size, a % self.size + b - a) for a, b in pairwise(edges)])
 
     def fill(self, slot: int, columns: Parts, state: Parts, num_tokens: int) -> None:
         if not columns:

@@ -16,7 +16,7 @@ from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import FullRows
 from mantou.kv.lending import Loan
 from mantou.kv.pages import Pages, Placement
-from mantou.kv.pieces import Parts, host_is_device
+from mantou.kv.pieces import HostParts, Parts, host_is_device
 from mantou.kv.plan import LayerCodec
 from mantou.protocols import KVCodec
 
@@ -165,6 +165,9 @@ class PagedRows(FullRows):
             return tuple(_joined([p[:, :, a:b] for a, b in runs]) for p in (*self.keys, *self.values))
         index = self._pages.columns(slot, lo, hi)[None, None, :, None]
         return tuple(_gathered(part, index) for part in (*self.keys, *self.values))
+
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
+        return self._lying(0, self._pages.runs(slot, lo, hi))
 
     def reserve(self, capacity: int) -> Iterator[None]:
         for name in ("keys", "values"):

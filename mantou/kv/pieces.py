@@ -6,13 +6,17 @@ hundreds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+T = TypeVar("T")
 Parts = tuple[mx.array, ...]
+HostParts = tuple[tuple[np.ndarray, ...], ...]
+"""A layer's parts, each as arrays [1, H, some columns, d] that lie one behind the other."""
 
 # numpy has no bfloat16: its bits travel as uint16.
 _AS_BITS = {"bfloat16": mx.uint16}
@@ -47,12 +51,14 @@ class Piece:
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in self.stacks)
 
-    def cut(self, hi: int) -> Piece:
-        """The part of it up to position `hi`, without a copy."""
-        if hi >= self.hi:
+    def cut(self, lo: int, hi: int, *, copy: bool = False) -> Piece:
+        """The positions [lo, hi), which it holds; with `copy`, bytes of its own."""
+        if (lo, hi) == (self.lo, self.hi):
             return self
-        kept = tuple(Stack(s.data[..., : hi - self.lo, :], s.dtype, s.members) for s in self.stacks)
-        return Piece(self.lo, hi, kept)
+        taken = [stack.data[..., lo - self.lo : hi - self.lo, :] for stack in self.stacks]
+        arrays = [np.ascontiguousarray(data) for data in taken] if copy else taken
+        stacks = [Stack(a, s.dtype, s.members) for a, s in zip(arrays, self.stacks, strict=True)]
+        return Piece(lo, hi, tuple(stacks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,25 @@ class State:
     @property
     def nbytes(self) -> int:
         return sum(stack.nbytes for stack in self.stacks)
+
+
+@dataclass(slots=True)
+class CopiedRow:
+    """A row of which `piece` is off the device (`RowKV`). No store gets other columns of it now: `lacking` is the first
+    that was asked for."""
+
+    piece: Piece
+    since: int | None = None
+    lacking: int | None = None
+
+    def columns(self, lo: int, hi: int) -> Piece:
+        if self.piece.lo <= lo and hi <= self.piece.hi:
+            return self.piece.cut(lo, hi, copy=True)
+        self.lacking = lo if self.lacking is None else min(lo, self.lacking)
+        return Piece(hi, hi, ())
+
+    def state(self) -> State | None:
+        return None
 
 
 def on_device(data: np.ndarray, dtype: str) -> mx.array:
@@ -92,6 +117,13 @@ def host_is_device() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def host_views(arrays: Sequence[mx.array]) -> list[np.ndarray]:
+    """The bits of arrays, where they are. The views must be gone before a buffer among them is written."""
+    bits = [_bits(array) for array in arrays]
+    mx.eval(bits)  # nothing to wait for where they are buffers that numpy knows the type of
+    return [np.array(array, copy=False) for array in bits]
+
+
 def _name(array: mx.array) -> str:
     return str(array.dtype).rsplit(".", 1)[-1]
 
@@ -116,6 +148,15 @@ def _gather(arrays: Sequence[mx.array]) -> np.ndarray:
     return np.stack(views)
 
 
+def finished(work: Generator[None, None, T]) -> T:
+    """What work in parts gives, without a pause."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
 class Packing:
     """Columns on their way off the device, a layer at a time."""
 
@@ -135,13 +176,15 @@ class Packing:
             self._places |= {member: (data, index) for index, member in enumerate(members)}
         self.stacks = tuple(found)
 
-    def take(self, layer: int, parts: Parts) -> None:
-        """Copies one layer; `parts` may be slices of its buffers, and are not kept."""
-        bits = [_bits(array) for array in parts]
-        mx.eval(bits)
-        for part, array in enumerate(bits):
+    def take(self, layer: int, parts: HostParts) -> None:
+        """Copies one layer; `parts` may be views of its buffers, and are not kept."""
+        for part, arrays in enumerate(parts):
             data, index = self._places[layer, part]
-            data[index] = np.array(array, copy=False)
+            done = 0
+            for array in arrays:
+                end = done + array.shape[-2]
+                data[index, ..., done:end, :] = array
+                done = end
 
 
 class Unpacking:

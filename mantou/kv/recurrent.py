@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.pieces import Parts
+from mantou.kv.pieces import HostParts, Parts
 from mantou.kv.tape import Running, Tape, make_current
 
 
@@ -161,6 +161,9 @@ class RecurrentState:
         self._set_row(slot, list(parts) if parts else [None] * len(self.cache))
 
     def columns(self, slot: int, lo: int, hi: int) -> Parts:
+        return ()
+
+    def host_columns(self, slot: int, lo: int, hi: int) -> HostParts:
         return ()
 
     def state(self, slot: int) -> Parts:

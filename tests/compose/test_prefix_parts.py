@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mantou.cache.ram import RamStore
+from mantou.cache.ssd import SsdStore
+from mantou.cache.tiered import Tiered
 from mantou.data import Request, Sampling
 from mantou.engine.step import Step
 from mantou.kv.batch import KVBatch
+from mantou.kv.pieces import Packing
 from tests.compose.harness import Case, make_step, run
 from tests.compose.test_prefix_ram import (
     FAMILIES,
@@ -113,6 +118,96 @@ def test_rows_that_decode_store_what_they_generate_on_the_way(family: str) -> No
         assert row.cache_key is not None and row.num_published >= 256
         assert store.reach(row.cache_key, row.held) == row.num_published
     store.check_integrity()
+
+
+class Work:
+    """Counts what goes to a store: layers that are copied, and offers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done = 0
+        take, put = Packing.take, RamStore.put
+
+        def counted_take(packing: Packing, layer: int, parts: Any) -> None:
+            self.done += 1
+            take(packing, layer, parts)
+
+        def counted_put(store: RamStore, *args: Any) -> None:
+            self.done += 1
+            put(store, *args)
+
+        monkeypatch.setattr(Packing, "take", counted_take)
+        monkeypatch.setattr(RamStore, "put", counted_put)
+
+    def of(self, step: Step) -> int:
+        before = self.done
+        step.advance()
+        return self.done - before
+
+
+def long_answers(step: Step, count: int, num_tokens: int) -> dict[str, Any]:
+    """Rows by id, all of them decoding, beside one that goes on for longer."""
+    for number in range(count + 1):
+        limit = num_tokens if number < count else 5 * num_tokens
+        step.submit(Request(f"r{number}", words(90 + number, 20), Sampling(), max_tokens=limit))
+    while not (len(step.running) == count + 1 and all(row.decoding for row in step.running)):
+        step.advance()
+    return {row.id: row for row in step.running}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_rows_that_end_at_once_are_stored_by_one_part_a_step(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store(family)
+    step = make_step(Case(family, rows=4, chunk=64, store=store))
+    rows = long_answers(step, 3, 40)
+    work = Work(monkeypatch)
+    while len(step.running) > 1:
+        assert work.of(step) <= 1
+    for row in list(rows.values())[:3]:
+        assert store.reach(row.cache_key, row.held) == row.num_kv == 59
+
+
+@pytest.mark.parametrize("every", [1, 25, 1000])
+def test_what_a_full_store_has_given_up_of_a_row_it_gets_again_in_parts(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`every`: steps between two losses of everything. A row ends however often that is."""
+    store = new_store("llama")
+    step = make_step(Case("llama", rows=3, chunk=64, store=store))
+    rows = long_answers(step, 2, 420)
+    while any(row.num_published < 256 for row in rows.values()):
+        step.advance()
+    work, num_steps = Work(monkeypatch), 0
+    store.shrink(1 << 40)
+    while len(step.running) > 1:
+        assert work.of(step) <= 1
+        num_steps += 1
+        assert num_steps < 420 + 100
+        if num_steps % every == 0:
+            store.shrink(1 << 40)
+    if every == 1000:
+        for row in (rows["r0"], rows["r1"]):
+            assert store.reach(row.cache_key, row.held) == row.num_kv == 439
+    store.check_integrity()
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1, 150_000], ids=["none", "no room", "little room"])
+def test_the_disk_gets_all_of_a_row_although_memory_does_not(
+    memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SsdStore(tmp_path, 1 << 30)
+    store = Tiered(RamStore(memory_bytes), disk) if memory_bytes else disk
+    step = make_step(Case("llama", rows=3, chunk=64, store=store))
+    rows = long_answers(step, 2, 300)
+    monkeypatch.setattr(KVBatch, "columns", None)  # nobody copies in one go
+    while len(step.running) > 1:
+        step.advance()
+    disk.flush()
+    for row in (rows["r0"], rows["r1"]):
+        assert disk.reach(row.cache_key, row.held) == row.num_kv == 319
+    store.check_integrity()
+    store.close()
 
 
 def test_a_row_that_runs_before_its_prompt_is_complete_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,6 +239,32 @@ def test_a_put_goes_on_where_it_was_although_states_on_its_way_are_dropped(max_b
     found(store, [*tokens, 1])
 
 
+def test_what_running_rows_store_is_not_given_up_for_prompts_that_nobody_asks_for() -> None:
+    """It is cheap to compute again, and where there are few leaves all of them are among the oldest."""
+    store = RamStore(4_000_000)
+    for seed in (40, 41):
+        put(store, words(seed, 3000), width=64)
+    rows = [words(50 + seed, 1100) for seed in range(4)]
+    for end in range(20, 1100, 40):
+        for tokens in rows:
+            assert store.reach(KEY, tokens) == max(end - 40, 0), "all that was stored of it before"
+            put(store, tokens[:end], width=64)
+    assert store.counters.evictions > 0
+
+
+def test_a_prompt_that_waits_to_be_used_is_not_given_up() -> None:
+    store = RamStore(60_000)
+    waiting, other = words(60, 900), words(61, 900)
+    put(store, waiting)
+    put(store, other)
+    store.prefetch(KEY, waiting)
+    for seed in (62, 63):
+        put(store, words(seed, 900))
+    assert store.reach(KEY, other) < 900
+    assert store.reach(KEY, waiting) == 900
+    store.check_integrity()
+
+
 def test_of_equally_unused_prompts_the_quickest_to_compute_again_goes() -> None:
     """The end of a long prompt costs more a token than a short prompt of as many bytes, although it is older."""
     store = RamStore(1 << 20)

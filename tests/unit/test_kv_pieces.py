@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mantou.kv.pieces import Packing, Parts, Piece, Unpacking, to_host
+from mantou.kv.pieces import CopiedRow, Packing, Parts, Piece, Unpacking, host_views, to_host
 
 DTYPES = [mx.float32, mx.bfloat16, mx.float16, mx.uint32, mx.uint8]
 NUM_COLUMNS = 300
@@ -37,7 +37,7 @@ def test_a_copy_in_parts_is_the_copy_in_one_go(dtype: mx.Dtype) -> None:
     found = cut(layers(dtype), 17, 270)
     packing = Packing(found)
     for index, parts in enumerate(found):
-        packing.take(index, parts)
+        packing.take(index, tuple((view,) for view in host_views(parts)))
     whole = to_host(found)
     assert [(s.dtype, s.members) for s in packing.stacks] == [(s.dtype, s.members) for s in whole]
     for one, other in zip(packing.stacks, whole, strict=True):
@@ -59,6 +59,19 @@ def test_pieces_come_back_joined_with_zeros_behind_them(dtype: mx.Dtype, ends: t
             assert not raw(back[:, :, 300:]).any()
 
 
+def test_a_copied_row_gives_what_was_copied_and_says_what_else_was_asked_for() -> None:
+    found = layers(mx.float32)
+    row = CopiedRow(Piece(17, 270, to_host(cut(found, 17, 270))))
+    assert row.columns(17, 270) is row.piece
+    inner = row.columns(20, 256)
+    assert (inner.lo, inner.hi, row.lacking) == (20, 256, None)
+    assert np.array_equal(inner.stacks[0].data, row.piece.stacks[0].data[..., 3:239, :])
+    assert inner.stacks[0].data.flags.owndata, "a view would keep the whole piece alive"
+    for lo, hi, lacking in ((256, 271, 256), (0, 17, 0), (5, 300, 0)):
+        assert row.columns(lo, hi) == Piece(hi, hi, ())
+        assert row.lacking == lacking
+
+
 def test_the_buffers_have_one_owner_after_a_copy() -> None:
     """Or the next write of a token would copy them."""
     buffer = mx.zeros((2, 3, NUM_COLUMNS, 8))
@@ -66,7 +79,9 @@ def test_the_buffers_have_one_owner_after_a_copy() -> None:
     place = np.array(buffer, copy=False).ctypes.data
     stacks = to_host([(buffer[1:2, :, :256],)])
     packing = Packing([(buffer[:1, :, :9],)])
-    packing.take(0, (buffer[:1, :, :9],))
+    [view] = host_views([buffer])
+    packing.take(0, ((view[:1, :, :4], view[:1, :, 4:9]),))
+    del view
     buffer[1:2, :, 256:257] = mx.ones((1, 3, 1, 8))
     mx.eval(buffer)
     assert np.array(buffer, copy=False).ctypes.data == place
