@@ -51,6 +51,13 @@ std::vector<array> linear_top(const array& x, const Weights& weights, int count,
 // first. `allowed` uint8 [..., V / 8 rounded up]: one bit a logit, the lowest first, of those that may win; blocks of
 // which none may are not multiplied. Nothing where the logits come from elsewhere.
 std::optional<std::vector<array>> highest_of_product(const array& logits, const Optional& allowed);
+// A product of `linear` that nobody has computed yet, and that is nothing else: x [..., k] times weights.
+struct Product {
+  array x;
+  Weights weights;
+  int planes;
+};
+std::optional<Product> product_of(const array& logits);
 // base [m, n] + scale[s] * (x [m, k] a[s]^T) b[s]^T with s = slot[row]; a [slots, r, k], b [slots, n, r]; slot < 0 = none.
 array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale,
                    const array& slot);
@@ -114,7 +121,9 @@ struct DrawOptions {
   Optional allowed;  // uint8 [B, T, V / 8 rounded up]: one bit a token, the lowest first
   Optional count;    // int32 [B]: only the first count[b] positions of a row are drawn, the others give 0
 };
-// logits [B, T, V] -> tokens int32 [B, T], log-probabilities f32 [B, T], alternatives int32 and f32 [B, T, num_top].
+// logits [B, T, V] -> tokens int32 [B, T], their logits f32 [B, T], and if asked log-probabilities f32 [B, T] and
+// alternatives int32 and f32 [B, T, num_top]. Logits that `linear` was asked for and that nobody has computed yet never
+// exist all at once: the positions that are drawn are multiplied a few at a time.
 std::vector<array> draw(const array& logits, const DrawOptions& options);
 
 // ---- ops_layer.cpp

@@ -332,6 +332,16 @@ std::optional<std::vector<array>> highest_of_product(const array& logits, const 
   return std::vector<array>{found[1], found[0]};
 }
 
+std::optional<Product> product_of(const array& logits) {
+  if (!logits.has_primitive() || logits.status() != array::Status::unscheduled) return std::nullopt;
+  const auto* product = dynamic_cast<const Linear*>(&logits.primitive());
+  if (product == nullptr) return std::nullopt;
+  const LinearNode& node = product->node();
+  if (node.norm || node.bias || node.residual || node.gated || node.gathered || node.top > 0 || node.highest_of)
+    return std::nullopt;
+  return Product{logits.inputs()[0], node.weights, node.planes};
+}
+
 array adapter_rows(const array& base, const array& x, const array& a, const array& b, const array& scale, const array& slot) {
   require(base.ndim() == 2 && x.ndim() == 2 && a.ndim() == 3 && b.ndim() == 3, "adapter_rows: wrong number of axes");
   require(is_float(base.dtype()) && is_float(x.dtype()), "adapter_rows: expected float inputs");

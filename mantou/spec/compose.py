@@ -215,7 +215,7 @@ class AdaptiveWidth:
         widths = self._best_widths(rows)
         self._paused = 0 if any(widths) else self._pause
         return [
-            replace(row.whole, tokens=row.whole.tokens[:width]) if row.whole else _NO_DRAFT
+            replace(row.whole, tokens=row.whole.tokens[:width]) if width else _NO_DRAFT
             for row, width in zip(rows, widths, strict=True)
         ]
 
@@ -263,7 +263,10 @@ class AdaptiveWidth:
             for width in range(1, max((length for length, _ in guesses), default=0) + 1):
                 yield [min(width, length) for length, _ in guesses]
         else:
+            best = max((acceptance for _, acceptance in guesses), default=0.0)
             for chance in _CHANCES:
+                if chance > best:
+                    continue  # nobody's
                 yield [min(num_likely(acceptance, chance), length) for length, acceptance in guesses]
 
     def cost_s(self, request: Request, num_rows: int, width: int) -> float:

@@ -340,7 +340,7 @@ def random_model(config: dict[str, Any]) -> Any:
 
 
 class Decoding:
-    """Rows that hold `lengths` tokens and decode: a step ahead of the device, as the engine does, or in turn on a CPU."""
+    """Rows that hold `lengths` tokens and decode as the engine does: ahead of the device, or in turn on a CPU."""
 
     def __init__(
         self, model: Any, scheme: KVScheme, lengths: Sequence[int], chunk: int = 512, **options: Any

@@ -110,6 +110,27 @@ def test_positions_that_only_pad_a_row_are_not_drawn(isa: str) -> None:
     assert same(*sure)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_logits_that_nobody_has_computed_are_drawn_from_a_few_rows_at_a_time(dtype: mx.Dtype) -> None:
+    """The same bits as from logits in memory, in several parts, with positions that are not drawn and constraints."""
+    vocab = 150_000  # 13 rows of float32 are more than one part holds
+    (weights,) = kernels.pack_dense([mx.array(logits(vocab // 2, 8, 3.0)).reshape(vocab, 8)])
+    x = mx.random.normal((len(WISHES), 2, 8), key=mx.random.key(1)).astype(dtype)
+    drafts = [Draft((1,) * (row % 3 > 0)) for row in range(len(WISHES))]
+    allowed = [(row, 0, packed(np.arange(vocab) % 5 != row % 5)) for row in (1, 4)]
+    product = kernels.linear(x, weights, dtype=dtype)
+    device = DeviceSampler(CpuOps(threads=kernels.threads()).draw)
+    where, params = positions(len(WISHES)), device.prepare(WISHES)
+    waiting = device.draw(product, params, where, drafts=drafts, allowed=allowed)
+    computed = kernels.linear(x, weights, dtype=dtype)
+    mx.eval(computed)
+    ready = device.draw(computed, params, where, drafts=drafts, allowed=allowed)
+    assert same(waiting, ready)
+    plain = PLAIN.draw(computed, params, where, drafts=drafts, allowed=allowed)
+    assert mx.array_equal(waiting.tokens[:, 0], plain.tokens[:, 0])
+    assert mx.array_equal(waiting.scores[:, 0], plain.scores[:, 0])
+
+
 def test_greedy_rows_keep_to_their_constraints_with_and_without_logits_in_memory() -> None:
     ops = CpuOps(threads=kernels.threads())
     wishes = [Sampling(), Sampling()]

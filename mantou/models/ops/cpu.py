@@ -169,7 +169,7 @@ class CpuOps:
             return None
         if positions is None:  # nothing is sampled
             positions = mx.zeros(logits.shape[:2], mx.uint32)
-        tokens, *others = kernels.draw(
+        return kernels.draw(
             logits,
             sampled=params.sampled,
             inverse_temperature=params.inverse_temperature,
@@ -182,7 +182,6 @@ class CpuOps:
             allowed=allowed,
             count=None if params.num_draws is None else mx.array(params.num_draws, mx.int32),
         )
-        return [tokens, mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0], *others]
 
     def _fuse(self, model: Any) -> int:
         """Packs gated MLPs, then fuses whole layers. Returns how many layers became one primitive."""

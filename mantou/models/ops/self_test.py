@@ -236,7 +236,7 @@ def _draw_cases() -> Iterator[Case]:
         return
     logits = _normal(2, 1, 3000) * 5
     row, off = mx.zeros((2, 1, 1)), mx.full((2, 1, 1), 1 << 30, dtype=mx.int32)
-    tokens, logprobs, best, _ = kernels.draw(
+    tokens, scores, logprobs, best, _ = kernels.draw(
         logits,
         sampled=row > 0,
         inverse_temperature=row + 1,
@@ -252,6 +252,7 @@ def _draw_cases() -> Iterator[Case]:
     highest = logits.max(axis=-1) - mx.logsumexp(logits, axis=-1)
     yield "draw", 0.0, lambda: (mx.concatenate([tokens[..., None], best], axis=-1), order[..., [0, 0, 1, 2]])
     yield "log-probabilities", 0.0, lambda: (logprobs, highest)
+    yield "logits of draws", 0.0, lambda: (scores, logits.max(axis=-1))
 
 
 def self_test(plain: MxFast = PLAIN) -> str | None:
