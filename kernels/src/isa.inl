@@ -51,15 +51,27 @@ void multiply(const Layout& l, const uint8_t* const* blocks, int count, const ui
 
 }  // namespace
 
-using Multiply = decltype(Kernels::multiply);
-constexpr Kernels table(const char* name, Multiply multiply) {
+// What differs between the tables of one instruction set.
+struct Products {
+  decltype(Kernels::multiply) multiply;
+  decltype(Kernels::opened_bytes) opened_bytes;
+  decltype(Kernels::open) open;
+  decltype(Kernels::multiply_opened) multiply_opened;
+  decltype(Kernels::rest) rest;
+};
+
+constexpr Kernels table(const char* name, const Products& products) {
   return {
     name,
     MANTOU_ISA::kDenseTile,
     MANTOU_ISA::kDenseWide,
     MANTOU_ISA::kDenseFew,
     MANTOU_ISA::prepare,
-    multiply,
+    products.multiply,
+    products.opened_bytes,
+    products.open,
+    products.multiply_opened,
+    products.rest,
     MANTOU_ISA::load_row,
     MANTOU_ISA::store_row,
     MANTOU_ISA::round_row,
@@ -86,12 +98,16 @@ constexpr Kernels table(const char* name, Multiply multiply) {
 namespace mantou {
 
 extern const Kernels MANTOU_TABLE;
-const Kernels MANTOU_TABLE = MANTOU_ISA::table(MANTOU_ISA_NAME, MANTOU_ISA::multiply<MANTOU_ISA::affine>);
+const Kernels MANTOU_TABLE = MANTOU_ISA::table(
+    MANTOU_ISA_NAME, {MANTOU_ISA::multiply<MANTOU_ISA::affine>, [](const Layout&, int) -> size_t { return 0; },
+                      nullptr, nullptr, [] {}});
 
 #if defined(MANTOU_AMX)
-// The same kernels but for many tokens times quantised weights.
+// The same kernels but for several tokens times quantised weights.
 extern const Kernels kernels_amx;
-const Kernels kernels_amx = MANTOU_ISA::table("amx", MANTOU_ISA::multiply<MANTOU_ISA::amx_block>);
+const Kernels kernels_amx = MANTOU_ISA::table(
+    "amx", {MANTOU_ISA::multiply<MANTOU_ISA::amx_block>, MANTOU_ISA::amx_opened_bytes, MANTOU_ISA::amx_open,
+            MANTOU_ISA::amx_opened<>, MANTOU_ISA::amx_rest});
 
 bool amx_gives_right_products();
 bool amx_gives_right_products() { return MANTOU_ISA::amx_multiplies(); }

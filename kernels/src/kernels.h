@@ -86,6 +86,12 @@ struct Kernels {
   // out[i][token][16] = blocks[i] * tile for one block, or for two. The result of a token does not depend on `tokens`.
   void (*multiply)(const Layout&, const uint8_t* const* blocks, int count, const uint8_t* tile, int tokens, int planes,
                    float* const* out);
+  // For a quantised block with several tiles: opened once, then multiplied by each. An opened block has so many bytes;
+  // 0 = `multiply` is as quick for tiles of so many tokens.
+  size_t (*opened_bytes)(const Layout&, int tokens);
+  void (*open)(const Layout&, const uint8_t* block, uint8_t* to);  // `to` at a multiple of 64
+  void (*multiply_opened)(const Layout&, const uint8_t* opened, const uint8_t* tile, int tokens, int planes, float* out);
+  void (*rest)();  // the calling thread has multiplied what it had: registers of its own go back
 
   void (*load)(const void* from, size_t offset, Scalar, int n, float* to);
   void (*store)(const float* from, int n, Scalar, void* to, size_t offset);

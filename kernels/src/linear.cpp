@@ -35,13 +35,14 @@ struct Cut {
   int tile, unit;
 };
 
-// Splits `count` rows into tiles of nearly equal size, so that no tile is left with one row.
+// Splits `count` rows into tiles of nearly equal size, so that no tile is left with one row. Those of one size follow each
+// other: a kernel may have to prepare itself for a size.
 void add_tiles(Plan& plan, Cut cut, int first, int count) {
   const int tiles = (count + cut.tile - 1) / cut.tile, units = (count + cut.unit - 1) / cut.unit;
-  for (int t = 0; t < tiles; ++t) {
-    const int begin = static_cast<int>(static_cast<int64_t>(units) * t / tiles) * cut.unit;
-    const int end = std::min(count, static_cast<int>(static_cast<int64_t>(units) * (t + 1) / tiles) * cut.unit);
+  for (int t = 0, begin = 0; t < tiles; ++t) {
+    const int end = std::min(count, begin + (units / tiles + (t < units % tiles)) * cut.unit);
     plan.tiles.push_back({first + begin, end - begin});
+    begin = end;
   }
 }
 
@@ -63,6 +64,31 @@ void make_plan(const LinearCall& c, Cut cut, int first_row, int num_rows, Plan& 
     plan.groups.push_back({expert, begin, static_cast<int>(plan.tiles.size())});
   }
 }
+
+// The quantised blocks that a thread multiplies by several tiles. It has room for two that follow each other, a gate and
+// its up.
+class Opened {
+ public:
+  Opened(const Kernels& kernels, const Packed& weights) : kernels_(kernels), weights_(weights) {}
+  Opened(const Opened&) = delete;
+  ~Opened() { kernels_.rest(); }
+
+  // The block as multiply_opened wants it for tiles of `tokens` rows, or null where that is no quicker.
+  const uint8_t* get(const uint8_t* packed, int index, int tokens) {
+    const size_t bytes = kernels_.opened_bytes(weights_.layout, tokens);
+    if (bytes == 0) return nullptr;
+    static thread_local Scratch scratch;
+    uint8_t* to = scratch.take(2 * bytes) + (index % 2) * bytes;
+    if (from_[index % 2] != packed) kernels_.open(weights_.layout, packed, to);
+    from_[index % 2] = packed;
+    return to;
+  }
+
+ private:
+  const Kernels& kernels_;
+  const Packed& weights_;
+  const uint8_t* from_[2] = {nullptr, nullptr};
+};
 
 // One panel of rows: the plan and the prepared activations.
 class Panel {
@@ -94,10 +120,15 @@ class Panel {
   const Plan& plan() const { return plan_; }
 
   // out[i][token][16]: `count` (1 or 2) blocks from `index` on of the group's expert, times tile `t`.
-  void multiply(const Group& group, int index, int count, int t, float* const* out) const {
+  void multiply(Opened& opened, const Group& group, int index, int count, int t, float* const* out) const {
+    const int tokens = plan_.tiles[t].count;
+    const bool several = layout_.form == Form::affine && group.end - group.begin > 1;
     const uint8_t* blocks[2];
     for (int i = 0; i < count; ++i) blocks[i] = call_.weights->block(group.expert, index + i);
-    kernels_.multiply(layout_, blocks, count, tile(t), plan_.tiles[t].count, call_.planes, out);
+    if (!several || opened.get(blocks[0], index, tokens) == nullptr)
+      return kernels_.multiply(layout_, blocks, count, tile(t), tokens, call_.planes, out);
+    for (int i = 0; i < count; ++i)
+      kernels_.multiply_opened(layout_, opened.get(blocks[i], index + i, tokens), tile(t), tokens, call_.planes, out[i]);
   }
 
   double cost_us() const {  // 16 bytes or 60 products a nanosecond and thread, roughly
@@ -161,6 +192,7 @@ class Columns {
  public:
   Columns(const Kernels& kernels, const LinearCall& call, const Panel& panel, const Group& group)
       : k_(kernels), c_(call), panel_(panel), group_(group),
+        opened_(kernels, *call.weights),
         width_(call.gated ? call.weights->layout.rows / 2 : call.weights->layout.rows) {}
 
   void run(int begin, int end) {
@@ -188,10 +220,10 @@ class Columns {
     const int tokens = panel_.plan().tiles[t].count;
     float* out[2] = {out_, second_};
     if (!c_.gated) {
-      panel_.multiply(group_, column, 1, t, out);
+      panel_.multiply(opened_, group_, column, 1, t, out);
       return finish(out_, column, t, bias_of(c_, group_.expert, column));
     }
-    panel_.multiply(group_, 2 * column, 2, t, out);
+    panel_.multiply(opened_, group_, 2 * column, 2, t, out);
     add_bias(k_, c_, group_.expert, 2 * column, tokens, out_);
     add_bias(k_, c_, group_.expert, 2 * column + 1, tokens, second_);
     k_.gate(c_.gate, out_, second_, tokens * kBlockRows, c_.out_type, out_);
@@ -200,7 +232,7 @@ class Columns {
 
   void two(int column, int t) {
     float* out[2] = {out_, second_};
-    panel_.multiply(group_, column, 2, t, out);
+    panel_.multiply(opened_, group_, column, 2, t, out);
     for (int i = 0; i < 2; ++i) finish(out[i], column + i, t, bias_of(c_, group_.expert, column + i));
   }
 
@@ -217,6 +249,7 @@ class Columns {
   const LinearCall& c_;
   const Panel& panel_;
   const Group& group_;
+  Opened opened_;
   const int width_;
   alignas(64) float out_[kMaxTile * kBlockRows], second_[kMaxTile * kBlockRows];
 };
@@ -299,10 +332,11 @@ void linear_top(const Kernels& kernels, const LinearCall& call, int count, float
       std::vector<std::vector<Candidate>> mine(panel.plan().order.size());
       alignas(64) float out[kMaxTile * kBlockRows];
       float* const to[1] = {out};
+      Opened opened(kernels, *call.weights);
       for (int b = begin; b < end; ++b)
         for (int t = group.begin; t < group.end; ++t) {
           const Tile& tile = panel.plan().tiles[t];
-          panel.multiply(group, b, 1, t, to);
+          panel.multiply(opened, group, b, 1, t, to);
           kernels.round(out, tile.count * kBlockRows, call.out_type);
           const int n = std::min(kBlockRows, l.rows - b * kBlockRows);
           for (int m = 0; m < tile.count; ++m)
@@ -334,12 +368,13 @@ void linear_highest(const Kernels& kernels, const LinearCall& call, const uint8_
       std::vector<Candidate> mine(best.size(), {-INFINITY, INT32_MAX});
       alignas(64) float out[kMaxTile * kBlockRows];
       float* const to[1] = {out};
+      Opened opened(kernels, *call.weights);
       for (int b = begin; b < end; ++b)
         for (int t = group.begin; t < group.end; ++t) {
           const Tile& tile = panel.plan().tiles[t];
           const int row = first + tile.first, n = std::min(kBlockRows, l.rows - b * kBlockRows);
           if (b > 0 && !choice.any(row, tile.count, b, n)) continue;
-          panel.multiply(group, b, 1, t, to);
+          panel.multiply(opened, group, b, 1, t, to);
           kernels.round(out, tile.count * kBlockRows, call.out_type);
           for (int m = 0; b == 0 && m < tile.count; ++m) initial[tile.first + m] = {out[m * kBlockRows], 0};
           for (int m = 0; m < tile.count; ++m) {

@@ -89,8 +89,19 @@ void multiply(const Kernels& f, const Packed& matrix, const uint8_t* tile, int t
   f.multiply(matrix.layout, &block, 1, tile, tokens, planes, &out);
 }
 
-void check_products(const Kernels& f, int bits, int group, bool centred) {
-  const int rows = 16, k = 384;
+// The same product by way of an opened block; false where the kernels do not open blocks for so many tokens.
+bool multiply_opened(const Kernels& f, const Packed& matrix, const uint8_t* tile, int tokens, int planes, float* out) {
+  const size_t bytes = f.opened_bytes(matrix.layout, tokens);
+  if (bytes == 0) return false;
+  std::vector<uint8_t> memory(bytes + 64);
+  uint8_t* opened = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  f.open(matrix.layout, matrix.block(0, 0), opened);
+  f.multiply_opened(matrix.layout, opened, tile, tokens, planes, out);
+  return true;
+}
+
+void check_products(const Kernels& f, int k, int bits, int group, bool centred) {
+  const int rows = 16;
   const Matrix m(rows, k, bits, group, centred);
   auto packed = reserve(affine_layout(1, rows, k, bits, group, Scalar::f32, centred));
   fill(*packed, {m.stream.data(), reinterpret_cast<const uint8_t*>(m.scales.data()),
@@ -108,8 +119,12 @@ void check_products(const Kernels& f, int bits, int group, bool centred) {
         for (int u = 0; u < k / kUnit; ++u) x[t].push_back(quantised(row.data() + u * kUnit, planes));
         f.prepare(packed->layout, row.data(), t, tokens, planes, tile);
       }
-      alignas(64) float out[kAffineTile * kBlockRows];
+      alignas(64) float out[kAffineTile * kBlockRows], by_opened[kAffineTile * kBlockRows];
       multiply(f, *packed, tile, tokens, planes, out);
+      if (multiply_opened(f, *packed, tile, tokens, planes, by_opened))
+        expect(std::memcmp(out, by_opened, sizeof(float) * tokens * kBlockRows) == 0,
+               std::string(f.name) + " opened block of " + std::to_string(bits) + " bits, tokens " + std::to_string(tokens));
+      f.rest();
       for (int t = 0; t < tokens; ++t)
         for (int r = 0; r < rows; ++r) {
           const float want = product(m, r, x[t]);
@@ -195,7 +210,8 @@ void check_dot(const Kernels& f) {
 void check(const Kernels& f) {
   for (int bits : {2, 3, 4, 5, 6, 8})
     for (int group : {32, 64, 128})
-      for (bool centred : {false, true}) check_products(f, bits, group, centred);
+      for (bool centred : {false, true}) check_products(f, 384, bits, group, centred);
+  for (int units : {1, 2, 3, 15, 16, 17, 33}) check_products(f, units * kUnit, 4, kUnit, false);
   if (f.attend == nullptr) return;  // products of packed integers are all that an emulated table has
   for (int k : {16, 100, 256}) check_dense(f, k);
   for (int num_queries : {1, 3, 9})

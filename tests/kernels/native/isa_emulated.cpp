@@ -30,6 +30,10 @@ const Kernels kernels_emulated = [] {
   table.name = "AMX, emulated";
   table.prepare = MANTOU_ISA::prepare_affine;
   table.multiply = MANTOU_ISA::multiply;
+  table.opened_bytes = MANTOU_ISA::amx_opened_bytes;
+  table.open = MANTOU_ISA::amx_open;
+  table.multiply_opened = MANTOU_ISA::amx_opened<>;
+  table.rest = MANTOU_ISA::amx_rest;
   return table;
 }();
 
