@@ -207,9 +207,8 @@ class AdaptiveWidth:
 
     def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
         rows = [self._rows.setdefault(ask.request.id, _Row()) for ask in asks]
-        priced = [
-            replace(ask, paid_width=self._paid_width(ask, row)) for ask, row in zip(asks, rows, strict=True)
-        ]
+        paid = self._paid_widths(asks, rows)
+        priced = [replace(ask, paid_width=width) for ask, width in zip(asks, paid, strict=True)]
         for row, draft in zip(rows, self._inner.propose(priced), strict=True):
             row.whole = draft
         widths = self._best_widths(rows)
@@ -219,23 +218,32 @@ class AdaptiveWidth:
             for row, width in zip(rows, widths, strict=True)
         ]
 
-    def _paid_width(self, ask: DraftAsk, row: _Row) -> int:
-        """The widest draft that pays if all rows are like this one, the time of guessing counted."""
-        if row.paid_rest.left or self._inner.cost_s(ask.request, 1, ask.width) <= 0:
-            return 0
-        best = self._paying(ask, row.paid.acceptance(_PAID_CHANCE))
-        if best:
-            return best
-        row.paid_rest.begin()
-        # One guess shows whether they have become better; it pays where good ones would.
-        return 1 if self._paying(ask, _GOOD_CHANCE) else 0
+    def _paid_widths(self, asks: Sequence[DraftAsk], rows: Sequence[_Row]) -> Sequence[int]:
+        """How far guesses that take time are to go: as far as pays for all rows that may have them, since one more row
+        costs a guess little, and a guess for few rows is dear."""
+        able = [i for i, ask in enumerate(asks) if self._inner.cost_s(ask.request, 1, ask.width) > 0]
+        if not any(rows[i].paid_rest.left == 0 for i in able):
+            return [0] * len(asks)
+        asking = [asks[i] for i in able]
+        best = self._paying(asking, [rows[i].paid.acceptance(_PAID_CHANCE) for i in able])
+        if not best:
+            for i in able:
+                rows[i].paid_rest.begin()
+            # One guess shows whether they have become better; it pays where good ones would.
+            best = min(self._paying(asking, [_GOOD_CHANCE] * len(able)), 1)
+        return [min(best, ask.width) if i in able else 0 for i, ask in enumerate(asks)]
 
-    def _paying(self, ask: DraftAsk, acceptance: float) -> int:
-        best, rate = 0, _LEAST_GAIN / self._costs.seconds(self._num_rows, 1)
-        for width in range(1, ask.width + 1):
-            seconds = self._costs.seconds(self._num_rows, 1 + width)
-            seconds += self._inner.cost_s(ask.request, self._num_rows, width)
-            gain = expected_tokens(acceptance, width) / seconds
+    def _paying(self, asks: Sequence[DraftAsk], acceptances: Sequence[float]) -> int:
+        num_rows = max(self._num_rows, len(asks))
+        num_plain = num_rows - len(asks)
+        best, rate = 0, num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        for width in range(1, max(ask.width for ask in asks) + 1):
+            widths = [min(width, ask.width) for ask in asks]
+            fed = self._costs.width_of([1] * num_plain + [1 + each for each in widths])
+            seconds = self._costs.seconds(num_rows, fed)
+            seconds += max(self._inner.cost_s(ask.request, num_rows, width) for ask in asks)
+            pairs = zip(acceptances, widths, strict=True)
+            gain = (num_plain + sum(expected_tokens(*pair) for pair in pairs)) / seconds
             if gain > rate:
                 best, rate = width, gain
         return best

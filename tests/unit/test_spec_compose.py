@@ -308,3 +308,11 @@ def test_a_wide_step_is_never_thought_cheaper_than_a_plain_one() -> None:
     for _ in range(50):
         table.observe((4,) * 4, 0, 0.7)
     assert table.seconds(4, 4) >= table.seconds(4, 1)
+
+
+def test_one_row_of_eight_does_not_make_all_wait_for_its_guess() -> None:
+    """A guess takes half a step, for eight rows as for one: eight gain by it, one alone among plain rows does not."""
+    for names, guessed in (("abcdefgh", True), ("a", False)):
+        provider = AdaptiveWidth(Source("paid", cost=0.5), costs(0.0))
+        provider.timed((1,) * 8, 0, 1.0)
+        assert [width > 0 for width in widths(provider.propose(asks(*names)))] == [guessed] * len(names)
