@@ -187,9 +187,9 @@ def load_step(
             "kv_paging": describe_paging(info.num_layers, runner.block, why),
         },
     )
-    runner.warm_up()
     budget = make_budget(config, runner, shapes.slots)
     limit_context(info, budget)  # what can hold no row is told before a draft model is fetched
+    info = replace(info, notes=(*info.notes, *runner.warm_up()))
     # Everything that changes the numbers a prompt leaves in the KV, so that a store never serves another model's.
     numbers = (
         f"{fingerprint(folder)} {loaded.dtype} {device.kind} {'; '.join(op_notes)} {config.cpu_activations}"

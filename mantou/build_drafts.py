@@ -151,9 +151,7 @@ def load_head(
         plan,
         install,
         len(target.model.module.layers),
-        # Rounding costs a guess now and then; on a CPU reading four times the bytes costs more. On CUDA a product of
-        # packed weights costs more than one of 16-bit floats, and half a minute to compile its kernel.
-        packs=device != "cuda" and (vocabulary.packed or device == "cpu"),
+        packs=vocabulary.packed if ops.packs is None else ops.packs,
         span_step=target.span_step,
         write_rows=ops.write_rows,
         shapes=target.model.shapes,

@@ -378,6 +378,9 @@ class DeviceOps(Protocol):
     name: str
     reads_blocks: bool  # whether `read_blocks` has a form for plain and affine parts
     compiles: bool  # whether steps of few tokens wait for the host, so that it pays to compile them
+    packs: (
+        bool | None
+    )  # whether small dense layers do better packed at 8 bits; None = as the model that they help
 
     def install(self, model: Any) -> Sequence[str]:
         """Replaces what it can in the loaded graph, in place. Returns notes for the ready card."""

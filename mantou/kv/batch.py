@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from mantou.kv.columns import Columns, scrubbed_columns
 from mantou.kv.geometry import Geometry, TracedGeometry, WriteRows, no_write_rows
-from mantou.kv.layouts import Columns, Layout, scrubbed_columns
+from mantou.kv.layouts import Layout
 from mantou.kv.lending import Readable, Seen
 from mantou.kv.paged import forget_fetched
 from mantou.kv.pages import Pages, Unpaged
@@ -56,6 +57,11 @@ def capacity_bucket(num_tokens: int, step: int = _CAPACITY_STEP) -> int:
     return -(-num_tokens // step) * step
 
 
+def no_masks(group: Group, start: int) -> bool:
+    """Rows that begin at one position go without masks."""
+    return False
+
+
 class KVBatch:
     """`num_slots` rows of KV. Only the model thread touches it.
 
@@ -72,7 +78,7 @@ class KVBatch:
         arrange: Arrange = lambda layouts: layouts,
         write_rows: WriteRows = no_write_rows,
         pages: Pages | Unpaged | None = None,
-        masked: Callable[[Group, int], bool] = lambda group, start: False,
+        masked: Callable[[Group, int], bool] = no_masks,
     ) -> None:
         self._write_rows = write_rows
         self.pages = pages or Unpaged()  # of the layers that share pools

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mantou.errors import ModelError
-from mantou.kv.batch import KVBatch
+from mantou.kv.batch import KVBatch, no_masks
 from mantou.kv.blocks import PAGEABLE
 from mantou.kv.geometry import WriteRows, no_write_rows
 from mantou.kv.pages import Pages
@@ -81,7 +81,7 @@ class Runner:
             arrange=lambda layouts: arrange(shapes, layouts),
             write_rows=write_rows,
             pages=pages,
-            **({"masked": in_one_form} if compiles else {}),
+            masked=in_one_form if compiles else no_masks,
         )
         taps.remove(model.module)
         self._selection: Selection | None = install(model.module)
@@ -218,11 +218,11 @@ class Runner:
     def abort(self) -> None:
         self.kv.abort()
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Sequence[str]:
         """Runs what requests will, until it is compiled: the device's kernels are made now, not in the first of them.
-        Leaves the KV empty."""
+        Leaves the KV empty. Returns what the ready card should say."""
         if self.compiled is None:
-            return
+            return ()
         for rows, slots, widths in _WARM:
             self.kv.resize(slots)
             for width in (w for w in widths if w <= self.max_width):
@@ -234,6 +234,7 @@ class Runner:
                     self.kv.commit(group, [1] * rows)
         self._hidden = None
         self.kv.resize(0)
+        return () if self.compiled.off is None else (f"steps are built one by one: {self.compiled.off}",)
 
     def close(self) -> None:
         """Frees graph and KV. The last thing on the thread that ran them."""

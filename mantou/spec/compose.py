@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import log
 
 from mantou.data import Draft, DraftAsk, Request
@@ -221,17 +222,17 @@ class AdaptiveWidth:
     def _paid_widths(self, asks: Sequence[DraftAsk], rows: Sequence[_Row]) -> Sequence[int]:
         """How far guesses that take time are to go: as far as pays for all rows that may have them, since one more row
         costs a guess little, and a guess for few rows is dear."""
-        able = [i for i, ask in enumerate(asks) if self._inner.cost_s(ask.request, 1, ask.width) > 0]
-        if not any(rows[i].paid_rest.left == 0 for i in able):
+        able = [self._inner.cost_s(ask.request, 1, ask.width) > 0 for ask in asks]
+        asking, theirs = list(compress(asks, able)), list(compress(rows, able))
+        if not any(row.paid_rest.left == 0 for row in theirs):
             return [0] * len(asks)
-        asking = [asks[i] for i in able]
-        best = self._paying(asking, [rows[i].paid.acceptance(_PAID_CHANCE) for i in able])
+        best = self._paying(asking, [row.paid.acceptance(_PAID_CHANCE) for row in theirs])
         if not best:
-            for i in able:
-                rows[i].paid_rest.begin()
+            for row in theirs:
+                row.paid_rest.begin()
             # One guess shows whether they have become better; it pays where good ones would.
-            best = min(self._paying(asking, [_GOOD_CHANCE] * len(able)), 1)
-        return [min(best, ask.width) if i in able else 0 for i, ask in enumerate(asks)]
+            best = min(self._paying(asking, [_GOOD_CHANCE] * len(theirs)), 1)
+        return [min(best, ask.width) if one else 0 for ask, one in zip(asks, able, strict=True)]
 
     def _paying(self, asks: Sequence[DraftAsk], acceptances: Sequence[float]) -> int:
         num_rows = max(self._num_rows, len(asks))

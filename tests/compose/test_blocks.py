@@ -73,7 +73,7 @@ def test_a_selector_says_what_it_drew_from_to_those_who_verify_by_chances() -> N
         seen.extend(draft for draft in drafts if draft)
         return drafts
 
-    provider.propose = watched  # type: ignore[method-assign]
+    provider.propose = watched  # type: ignore[method-assign]  # to watch it
     wanted = requests(Sampling(temperature=1.0), 20)[:3]
     case = Case("llama", rows=3, provider=provider, sampler=RejectionSampler(), taps=provider.graph.taps)
     answers = run(case, wanted).tokens

@@ -137,8 +137,13 @@ def test_graphs_of_one_offset_or_with_states_are_built_in_every_step(family: str
 
 def test_warming_up_compiles_and_leaves_nothing() -> None:
     subject = make(Counted, compiles=True)
-    subject.warm_up()
+    assert subject.warm_up() == ()
     assert subject.compiling == {"shapes": 9, "off": None}
     assert (subject.kv.num_slots, subject.kv.nbytes, subject.take_hidden()) == (0, 0, None)
     want = list(decoded(make(Counted, compiles=False)))
     assert all(np.array_equal(got, w) for (got, _), (w, _) in zip(decoded(subject), want, strict=True))
+
+
+def test_the_ready_card_says_if_nothing_can_be_compiled() -> None:
+    (note,) = make(lambda inner: Counted(inner, nosy=True), compiles=True).warm_up()
+    assert note.endswith("the graph cannot be compiled (it asks for the longest of its rows)")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mantou.kv.codecs import Affine, Native, Uniform
+from mantou.kv.columns import Columns
 from mantou.kv.geometry import no_write_rows
-from mantou.kv.layouts import Columns
 from mantou.models.families import Family
 from mantou.models.load import describe, make_caches
 from mantou.models.ops import cpu, fast, fused, modules

@@ -71,6 +71,9 @@ class CpuOps:
     name = "cpu"
     reads_blocks = True
     compiles = False
+    packs: bool | None = (
+        True  # rounding costs a drafted guess now and then, reading four times the bytes costs more
+    )
 
     def __init__(self, *, threads: int | None = None, planes: int = 2) -> None:
         from mantou.models.ops.extension import kernels

@@ -115,6 +115,9 @@ class FoldedAttention:
 class CudaOps(PlainOps):
     name = "cuda"
     compiles = True
+    packs: bool | None = (
+        False  # a product of packed weights is no faster at one row, slower beyond, and compiles for half a minute
+    )
 
     def __init__(self) -> None:
         super().__init__()

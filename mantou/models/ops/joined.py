@@ -73,6 +73,5 @@ def _alike(layers: Sequence[Any]) -> bool:
         parts = [(n, layer[n].dtype, layer[n].shape[1:]) for n in _PARTS if layer.get(n) is not None]
         return type(layer), *parts, *(getattr(layer, name, None) for name in ("group_size", "bits", "mode"))
 
-    return all(form(layer) == form(layers[0]) for layer in layers) and len({id(x) for x in layers}) == len(
-        layers
-    )
+    distinct = len({id(layer) for layer in layers}) == len(layers)
+    return distinct and all(form(layer) == form(layers[0]) for layer in layers)

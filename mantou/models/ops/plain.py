@@ -15,6 +15,7 @@ class PlainOps:
     name = "mlx"
     reads_blocks = False
     compiles = False
+    packs: bool | None = None
 
     def __init__(self, *notes: str) -> None:
         self._notes = notes
