@@ -167,7 +167,6 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
 
 constexpr int kTileSteps[] = {16, 12, 8, 7, 6, 5, 4, 3, 2, 1};
 constexpr int kPrefetchBytes = 4096;
-constexpr int kSideBySide = 4;  // tokens
 
 // Eight vectors of 64 bytes: value 4*i+j of row r at byte 4*r+j of v[i] (packed.h).
 template <int BITS>
@@ -213,6 +212,8 @@ MANTOU_INLINE void load_unit(const uint8_t* p, __m512i v[8]) {
 
 template <int BITS, int MT, int PLANES>
 static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, const UnitScale* xs, int tokens, float* out) {
+  constexpr int kSide = MT <= 8 ? MT : MT / 2;
+  static_assert(MT % kSide == 0 && kSide <= 8);
   const int units = l.k / kUnit, units_per_group = l.group / kUnit;
   const size_t scale_bytes = 16 * size_of(l.scalar);
   __m512 acc[MT];
@@ -225,25 +226,24 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {
       __m512i v[8];
       load_unit<BITS>(p, v);
-      // A few tokens side by side: their sums are the independent chains that hide the latency of vpdpbusd.
+      // Up to eight tokens side by side: their sums are the independent chains that hide the latency of vpdpbusd, and a
+      // vector of weights is needed for all of them at once.
 #pragma GCC unroll 16
-      for (int m0 = 0; m0 < MT; m0 += kSideBySide) {
-        __m512i high[kSideBySide], low[kSideBySide];
-#pragma GCC unroll 4
-        for (int c = 0; c < kSideBySide; ++c) high[c] = low[c] = _mm512_setzero_si512();
+      for (int m0 = 0; m0 < MT; m0 += kSide) {
+        __m512i high[kSide], low[kSide];
+#pragma GCC unroll 8
+        for (int c = 0; c < kSide; ++c) high[c] = low[c] = _mm512_setzero_si512();
 #pragma GCC unroll 8
         for (int i = 0; i < 8; ++i) {
-#pragma GCC unroll 4
-          for (int c = 0; c < kSideBySide; ++c) {
-            if (m0 + c >= MT) continue;
+#pragma GCC unroll 8
+          for (int c = 0; c < kSide; ++c) {
             const auto* xi = reinterpret_cast<const int32_t*>(x + 64 * (m0 + c));
             high[c] = _mm512_dpbusd_epi32(high[c], v[i], _mm512_set1_epi32(xi[i]));
             if constexpr (PLANES == 2) low[c] = _mm512_dpbusd_epi32(low[c], v[i], _mm512_set1_epi32(xi[8 + i]));
           }
         }
-#pragma GCC unroll 4
-        for (int c = 0; c < kSideBySide; ++c) {
-          if (m0 + c >= MT) continue;
+#pragma GCC unroll 8
+        for (int c = 0; c < kSide; ++c) {
           if constexpr (PLANES == 2) high[c] = _mm512_add_epi32(_mm512_slli_epi32(high[c], 8), low[c]);
           const __m512 dot = _mm512_mul_ps(_mm512_cvtepi32_ps(high[c]), scale);
           acc[m0 + c] = _mm512_fmadd_ps(dot, _mm512_set1_ps(xs[m0 + c].scale), acc[m0 + c]);

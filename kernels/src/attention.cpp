@@ -68,7 +68,7 @@ class Task {
     std::fill(q_, out_, 0.0f);
     for (int t = t0; t < t1; ++t)
       for (int h = h0; h < h1; ++h) add_query(t, h, padded);
-    run(scores.floats(attend_scratch_floats(count, c_.head_dim, c_.keys)));
+    run(scores.floats(attend_scratch_floats(count, c_.head_dim, c_.value_dim, c_.keys)));
   }
 
  private:

@@ -7,6 +7,11 @@
 //   weighting  one accumulator per value dimension, in the order of the keys, where a hidden key adds 0 * v
 
 constexpr int kManyQueries = 8;  // from here on a transposed copy of 16 keys pays
+#if defined(__AVX512F__)
+constexpr int kWide = 4;  // vectors of values that four queries weigh at once: as many sums as there are registers for
+#else
+constexpr int kWide = 2;
+#endif
 
 // Columns [j, the result) lie side by side, from row `row_of(t, j)` on.
 MANTOU_INLINE int run_end(const AttendTask& t, int j, int hi) {
@@ -60,24 +65,6 @@ MANTOU_INLINE Vf load_key(const AttendTask& t, int64_t j, int d, int lanes) {
   return load_as_part(t.keys, static_cast<size_t>(j * t.key_stride + d), t.kv, lanes);
 }
 
-// Packed keys are unpacked once for all queries.
-static void scores_few_packed(const AttendTask& t, int lo, int hi, float* key, float* scores, size_t stride) {
-  for (int j = lo; j < hi;) {
-    int64_t at = row_of(t, j);
-    for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
-      for (int d = 0; d < t.head_dim; d += kLanes)
-        store(key + d, load_packed(t.keys, t.key_stride, t.key_groups, t.kv, at, d));
-      for (int i = 0; i < t.num_queries; ++i) {
-        Vf acc = zero();
-        for (int d = 0; d < t.head_dim; d += kLanes) acc = fma(load(t.queries[i] + d), load(key + d), acc);
-        scores[i * stride + (j - lo)] = reduce_add(acc);
-      }
-    }
-  }
-}
-
-constexpr int kAhead = 8;  // keys between the one that is asked for and the one that is read
-
 // Asks for a key that comes soon (row `ahead`, or -1) and for the value that is weighed later (row `at`): a decoding row
 // reads each once, from memory.
 MANTOU_INLINE void fetch_ahead(const AttendTask& t, int64_t at, int64_t ahead) {
@@ -117,19 +104,48 @@ static void scores_many(const AttendTask& t, int lo, int hi, float* kt, float* s
   }
 }
 
-static void scores_few(const AttendTask& t, int lo, int hi, float* scores, size_t stride) {
-  for (int j = lo; j < hi;) {
-    int64_t at = row_of(t, j);
-    for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
-      fetch_ahead(t, at, j + kAhead < end ? at + kAhead : j + kAhead < hi ? row_of(t, j + kAhead) : -1);
-      for (int i = 0; i < t.num_queries; ++i) {
-        Vf acc = zero();
-        each_vector(t.head_dim, [&](int d, int lanes) {
-          const Vf key = load_as_part(t.keys, static_cast<size_t>(at * t.key_stride + d), t.kv, lanes);
-          acc = fma(load(t.queries[i] + d), key, acc);
-        });
-        scores[i * stride + (j - lo)] = reduce_add(acc);
+// Keys as floats, in rows of `dim`.
+static void open_keys(const AttendTask& t, int64_t at, int keys, int dim, float* to) {
+  for (int j = 0; j < keys; ++j, ++at, to += dim)
+    for (int d = 0; d < dim; d += kLanes) store(to + d, load_key(t, at, d, t.head_dim - d));
+}
+
+// Sixteen keys at a time, whose lane sums are added up together.
+static void scores_few(const AttendTask& t, int lo, int hi, float* opened, float* scores, size_t stride) {
+  const int dim = padded_dim(t.head_dim);
+  const bool as_they_lie = t.kv == Scalar::f32 && t.key_groups.bits == 0 && dim == t.head_dim;
+  for (int j0 = lo; j0 < hi; j0 += kLanes) {
+    const int keys = hi - j0 < kLanes ? hi - j0 : kLanes;
+    const int64_t at = row_of(t, j0);  // blocks hold whole tiles
+    if (t.key_groups.bits == 0) {
+      const int64_t ahead = j0 + kLanes < hi ? row_of(t, j0 + kLanes) : -1;
+      for (int j = 0; j < keys; ++j) fetch_ahead(t, at + j, ahead < 0 || j0 + kLanes + j >= hi ? -1 : ahead + j);
+    }
+    const float* rows = opened;
+    int64_t step = dim;
+    if (as_they_lie) {
+      rows = static_cast<const float*>(t.keys) + at * t.key_stride, step = t.key_stride;
+    } else {
+      open_keys(t, at, keys, dim, opened);
+    }
+    for (int i = 0; i < t.num_queries; ++i) {
+      const float* q = t.queries[i];
+      Vf sums[kLanes];
+      if (keys == kLanes) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kLanes; ++j) sums[j] = fma(load(q), load(rows + j * step), zero());
+        for (int d = kLanes; d < dim; d += kLanes) {
+          const Vf part = load(q + d);
+#pragma GCC unroll 16
+          for (int j = 0; j < kLanes; ++j) sums[j] = fma(part, load(rows + j * step + d), sums[j]);
+        }
+      } else {
+        for (int j = 0; j < kLanes; ++j) {
+          sums[j] = zero();
+          for (int d = 0; j < keys && d < dim; d += kLanes) sums[j] = fma(load(q + d), load(rows + j * step + d), sums[j]);
+        }
       }
+      store(scores + i * stride + (j0 - lo), reduce_add_each(sums));
     }
   }
 }
@@ -169,8 +185,8 @@ static void softmax_row(const AttendTask& t, int i, int lo, int hi, float* s) {
 }
 
 // out[q][d .. d + 16 * NV) = sum over keys of p[q][key] * value[key]; the last vector may be partial.
-template <int QT, int NV, bool Packed>
-MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, int d0, const float* p, size_t stride) {
+template <int QT, int NV, class Load>
+MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, int d0, const float* p, size_t stride, Load&& load_value) {
   Vf acc[QT][NV];
 #pragma GCC unroll 4
   for (int i = 0; i < QT; ++i)
@@ -181,14 +197,7 @@ MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, in
     for (const int end = run_end(t, j, hi); j < end; ++j, ++at) {
       Vf value[NV];
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) {
-        const int d = d0 + v * kLanes;
-        if constexpr (Packed) {
-          value[v] = load_packed(t.values, t.value_stride, t.value_groups, t.kv, at, d);
-        } else {
-          value[v] = load_as_part(t.values, static_cast<size_t>(at * t.value_stride + d), t.kv, t.value_dim - d);
-        }
-      }
+      for (int v = 0; v < NV; ++v) value[v] = load_value(at, d0 + v * kLanes);
 #pragma GCC unroll 4
       for (int i = 0; i < QT; ++i) {
         const Vf w = set1(p[(q0 + i) * stride + (j - lo)]);
@@ -204,19 +213,112 @@ MANTOU_INLINE void weigh_columns(const AttendTask& t, int q0, int lo, int hi, in
     }
 }
 
-template <int QT, bool Packed>
-static void weigh_all(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
-  constexpr int wide = QT >= 3 ? 2 : 4;
+template <int QT, class Load>
+static void weigh_by(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride, Load&& load_value) {
+  constexpr int wide = QT >= 3 ? kWide : 4;
   int d = 0;
-  for (; d + (wide - 1) * kLanes < t.value_dim; d += wide * kLanes)
-    weigh_columns<QT, wide, Packed>(t, q0, lo, hi, d, p, stride);
-  for (; d < t.value_dim; d += kLanes) weigh_columns<QT, 1, Packed>(t, q0, lo, hi, d, p, stride);
+  for (; d + wide * kLanes <= t.value_dim; d += wide * kLanes) weigh_columns<QT, wide>(t, q0, lo, hi, d, p, stride, load_value);
+  for (; d < t.value_dim; d += kLanes) weigh_columns<QT, 1>(t, q0, lo, hi, d, p, stride, load_value);
+}
+
+// A few queries read the values where they lie.
+template <int QT>
+static void weigh(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
+  if (t.value_groups.bits != 0) {
+    weigh_by<QT>(t, q0, lo, hi, p, stride, [&t](int64_t at, int d) {
+      return load_packed(t.values, t.value_stride, t.value_groups, t.kv, at, d);
+    });
+  } else if (t.kv == Scalar::f32 && t.value_dim % kLanes == 0) {
+    weigh_by<QT>(t, q0, lo, hi, p, stride, [values = static_cast<const float*>(t.values), step = t.value_stride](int64_t at, int d) {
+      return load(values + at * step + d);
+    });
+  } else {
+    weigh_by<QT>(t, q0, lo, hi, p, stride, [&t](int64_t at, int d) {
+      return load_as_part(t.values, static_cast<size_t>(at * t.value_stride + d), t.kv, t.value_dim - d);
+    });
+  }
+}
+
+static void weigh_few(const AttendTask& t, int lo, int hi, const float* p, size_t stride) {
+  int i = 0;
+  for (; i + 4 <= t.num_queries; i += 4) weigh<4>(t, i, lo, hi, p, stride);
+  switch (t.num_queries - i) {
+    case 3: weigh<3>(t, i, lo, hi, p, stride); break;
+    case 2: weigh<2>(t, i, lo, hi, p, stride); break;
+    case 1: weigh<1>(t, i, lo, hi, p, stride); break;
+    default: break;
+  }
+}
+
+// Values [j, hi) as floats, in rows of `dim`.
+static void open_values(const AttendTask& t, int j, int hi, int dim, float* to) {
+  while (j < hi) {
+    int64_t at = row_of(t, j);
+    for (const int end = run_end(t, j, hi); j < end; ++j, ++at, to += dim)
+      for (int d = 0; d < dim; d += kLanes)
+        store(to + d, t.value_groups.bits != 0
+                          ? load_packed(t.values, t.value_stride, t.value_groups, t.kv, at, d)
+                          : load_as_part(t.values, static_cast<size_t>(at * t.value_stride + d), t.kv, t.value_dim - d));
+  }
+}
+
+// Goes on with QT queries' sums over `keys` opened values.
+template <int QT, int NV>
+MANTOU_INLINE void weigh_opened(const float* values, int keys, int dim, const float* p, size_t stride, float* out) {
+  Vf acc[QT][NV];
+#pragma GCC unroll 4
+  for (int i = 0; i < QT; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[i][v] = load(out + i * dim + v * kLanes);
+  for (int j = 0; j < keys; ++j, values += dim) {
+    Vf value[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) value[v] = load(values + v * kLanes);
+#pragma GCC unroll 4
+    for (int i = 0; i < QT; ++i) {
+      const Vf w = set1(p[i * stride + j]);
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[i][v] = fma(w, value[v], acc[i][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < QT; ++i)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) store(out + i * dim + v * kLanes, acc[i][v]);
 }
 
 template <int QT>
-static void weigh(const AttendTask& t, int q0, int lo, int hi, const float* p, size_t stride) {
-  t.value_groups.bits != 0 ? weigh_all<QT, true>(t, q0, lo, hi, p, stride)
-                           : weigh_all<QT, false>(t, q0, lo, hi, p, stride);
+static void weigh_opened_rows(const float* values, int keys, int dim, const float* p, size_t stride, float* out) {
+  int d = 0;
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) weigh_opened<QT, kWide>(values + d, keys, dim, p, stride, out + d);
+  for (; d < dim; d += kLanes) weigh_opened<QT, 1>(values + d, keys, dim, p, stride, out + d);
+}
+
+// Many queries take the values in tiles that stay in the first-level cache, each opened once for all of them.
+static void weigh_many(const AttendTask& t, int lo, int hi, float* values, float* sums, const float* p, size_t stride) {
+  const int dim = padded_dim(t.value_dim);
+  std::memset(sums, 0, static_cast<size_t>(t.num_queries) * dim * sizeof(float));
+  for (int j = lo; j < hi; j += kKeyTile) {
+    const int end = hi - j < kKeyTile ? hi : j + kKeyTile;
+    open_values(t, j, end, dim, values);
+    for (int i = 0; i < t.num_queries; i += 4) {
+      const int n = t.num_queries - i < 4 ? t.num_queries - i : 4;
+      int last = 0;  // no query of these sees more: what is behind would add 0
+      for (int k = i; k < i + n; ++k) last = t.last[k] > last ? t.last[k] : last;
+      const int keys = (last < end ? last : end) - j;
+      if (keys <= 0) continue;
+      const float* w = p + i * stride + (j - lo);
+      float* out = sums + static_cast<size_t>(i) * dim;
+      switch (n) {
+        case 4: weigh_opened_rows<4>(values, keys, dim, w, stride, out); break;
+        case 3: weigh_opened_rows<3>(values, keys, dim, w, stride, out); break;
+        case 2: weigh_opened_rows<2>(values, keys, dim, w, stride, out); break;
+        default: weigh_opened_rows<1>(values, keys, dim, w, stride, out); break;
+      }
+    }
+  }
+  for (int i = 0; i < t.num_queries; ++i)
+    std::memcpy(t.out[i], sums + static_cast<size_t>(i) * dim, static_cast<size_t>(t.value_dim) * sizeof(float));
 }
 
 static void attend(const AttendTask& t) {
@@ -231,18 +333,14 @@ static void attend(const AttendTask& t) {
   float* scores = t.scratch + static_cast<size_t>(padded_dim(t.head_dim)) * kLanes;
   if (t.num_queries >= kManyQueries) {
     scores_many(t, lo, hi, kt, scores, stride);
-  } else if (t.key_groups.bits != 0) {
-    scores_few_packed(t, lo, hi, kt, scores, stride);
   } else {
-    scores_few(t, lo, hi, scores, stride);
+    scores_few(t, lo, hi, kt, scores, stride);
   }
   for (int i = 0; i < t.num_queries; ++i) softmax_row(t, i, lo, hi, scores + i * stride);
-  int i = 0;
-  for (; i + 4 <= t.num_queries; i += 4) weigh<4>(t, i, lo, hi, scores, stride);
-  switch (t.num_queries - i) {
-    case 3: weigh<3>(t, i, lo, hi, scores, stride); break;
-    case 2: weigh<2>(t, i, lo, hi, scores, stride); break;
-    case 1: weigh<1>(t, i, lo, hi, scores, stride); break;
-    default: break;
+  if (t.num_queries >= kManyQueries) {
+    float* values = scores + t.num_queries * stride;
+    weigh_many(t, lo, hi, values, values + kKeyTile * static_cast<size_t>(padded_dim(t.value_dim)), scores, stride);
+  } else {
+    weigh_few(t, lo, hi, scores, stride);
   }
 }

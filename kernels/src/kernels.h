@@ -20,6 +20,8 @@ struct Groups {
   int64_t stride = 0;
 };
 
+constexpr int kKeyTile = 64;  // keys whose values many queries weigh while they stay in a first-level cache
+
 // One key-value head of one batch row, and the query rows that share it.
 struct AttendTask {
   const float* const* queries;  // [num_queries] -> [head_dim], already scaled
@@ -119,7 +121,7 @@ struct Kernels {
 };
 
 size_t tile_bytes(const Layout&, int tokens);
-size_t attend_scratch_floats(int num_queries, int head_dim, int num_keys);
+size_t attend_scratch_floats(int num_queries, int head_dim, int value_dim, int num_keys);
 
 // The best table that this CPU can run, or null. `name` picks one by name ("amx", "avx512", "avx_vnni", "avx2", "neon"):
 // null when the CPU cannot run it.

@@ -16,6 +16,7 @@ namespace mantou {
 namespace {
 
 constexpr int kFewRows = 4;
+constexpr int kPartRows = 112;  // a thread's tokens of a long prompt: opening weights costs little beside so many
 constexpr size_t kWarmBytes = size_t{256} << 10;
 
 const float* or_null(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
@@ -45,6 +46,7 @@ class Layer {
  public:
   Layer(const Kernels& kernels, const LayerSpec& spec, const LayerCall& call)
       : k_(kernels), s_(spec), c_(call), tokens_(call), rows_(tokens_.size()), hidden_(spec.qkv->layout.k),
+        width_(spec.qkv->layout.rows), attended_(spec.heads * spec.head_dim), inner_(spec.gate_up->layout.rows / 2),
         item_(size_of(call.type)) {}
 
   void run() {
@@ -61,23 +63,75 @@ class Layer {
   }
 
  private:
+  // Consecutive rows of the call, and who computes them.
+  struct Part {
+    int begin, end;
+    Hands hands;
+    int size() const { return end - begin; }
+  };
+
+  // What the steps leave for each other, [rows_, ...].
+  struct Buffers {
+    uint8_t *qkv, *mixed, *h, *gated;
+  };
+
   // x and out: [rows_, hidden], and may be the same.
   void run(const uint8_t* x, uint8_t* out) {
     static thread_local Scratch qkv_memory, attended_memory, hidden_memory, gated_memory;
-    const int width = s_.qkv->layout.rows, attended = s_.heads * s_.head_dim, inner = s_.gate_up->layout.rows / 2;
-    uint8_t* qkv = qkv_memory.take(bytes(width));
-    product(*s_.qkv, x, &s_.input_norm, or_null(s_.qkv_bias), nullptr, qkv);
+    const Buffers to = {qkv_memory.take(bytes(width_)), attended_memory.take(bytes(attended_)),
+                        hidden_memory.take(bytes(hidden_)), gated_memory.take(bytes(inner_))};
+    const int parts = num_parts();
+    if (parts < 2) {
+      const Part all = {0, rows_, Hands::pool};
+      project(all, x, to);
+      return finish(all, x, to, out);
+    }
+    each(parts, [&](const Part& part) { project(part, x, to); });  // all keys are there before any is looked at
+    each(parts, [&](const Part& part) { finish(part, x, to, out); });
+  }
+
+  // Many tokens of one row: a thread takes some of them through all steps, and finds in its own cache what it has just
+  // written. Threads that share every product send each other all that lies between the products. Less than two parts
+  // = they do share them; else each thread gets as many.
+  int num_parts() const {
+    if (c_.batch != 1 || tokens_.padded || c_.ring > 0) return 1;
+    const int threads = Pool::instance().threads();
+    return rows_ / kPartRows / threads * threads;
+  }
+
+  template <class F>
+  void each(int parts, F&& f) const {
+    const double products = static_cast<double>(width_ + hidden_ + 3 * inner_) * hidden_;
+    Pool::instance().run(parts, 1, rows_ * products / 60e3, [&](int begin, int end) {
+      for (int i = begin; i < end; ++i) {
+        const int part = parts - 1 - i;  // the last tokens see the most keys: they come first
+        f({cut(part, parts), cut(part + 1, parts), Hands::own});
+      }
+    });
+  }
+
+  // Where a part begins: at a tile's first row, with as many tiles in each.
+  int cut(int part, int parts) const {
+    const int tiles = (rows_ + kAffineTile - 1) / kAffineTile;
+    return std::min(rows_, tiles * part / parts * kAffineTile);
+  }
+
+  void project(const Part& part, const uint8_t* x, const Buffers& to) const {
+    product(part, *s_.qkv, of(part, x, hidden_), &s_.input_norm, or_null(s_.qkv_bias), nullptr, of(part, to.qkv, width_));
     warm(*s_.out);
-    rotate_and_append(qkv, width);
-    uint8_t* mixed = attended_memory.take(bytes(attended));
-    attend(qkv, width, mixed);
-    uint8_t* h = hidden_memory.take(bytes(hidden_));
-    residual_product(*s_.out, mixed, or_null(s_.out_bias), s_.attention_out_norm, x, h);
+    rotate_and_append(part, to.qkv);
+  }
+
+  void finish(const Part& part, const uint8_t* x, const Buffers& to, uint8_t* out) const {
+    uint8_t* mixed = of(part, to.mixed, attended_);
+    uint8_t* h = of(part, to.h, hidden_);
+    uint8_t* gated = of(part, to.gated, inner_);
+    attend(part, of(part, to.qkv, width_), mixed);
+    residual_product(part, *s_.out, mixed, or_null(s_.out_bias), s_.attention_out_norm, of(part, x, hidden_), h);
     warm(*s_.gate_up);
-    uint8_t* gated = gated_memory.take(bytes(inner));
-    product(*s_.gate_up, h, &s_.mlp_norm, nullptr, nullptr, gated, true);
+    product(part, *s_.gate_up, h, &s_.mlp_norm, nullptr, nullptr, gated, true);
     warm(*s_.down);
-    residual_product(*s_.down, gated, nullptr, s_.mlp_out_norm, h, out);
+    residual_product(part, *s_.down, gated, nullptr, s_.mlp_out_norm, h, of(part, out, hidden_));
     if (c_.next != nullptr) warm(*c_.next);
   }
 
@@ -88,13 +142,20 @@ class Layer {
 
   size_t bytes(int width) const { return static_cast<size_t>(rows_) * width * item_; }
 
-  void product(const Packed& w, const void* x, const std::vector<float>* norm, const float* bias, const void* residual,
-               void* out, bool gated = false) const {
+  // The part's rows of a buffer.
+  template <class Byte>
+  Byte* of(const Part& part, Byte* rows, int width) const {
+    return rows + static_cast<size_t>(part.begin) * width * item_;
+  }
+
+  // Here and below x, residual and out are the part's rows.
+  void product(const Part& part, const Packed& w, const uint8_t* x, const std::vector<float>* norm, const float* bias,
+               const uint8_t* residual, uint8_t* out, bool gated = false) const {
     LinearCall l;
     l.weights = &w;
     l.x = x;
     l.x_type = l.out_type = c_.type;
-    l.num_rows = rows_;
+    l.num_rows = part.size();
     l.planes = s_.planes;
     if (norm != nullptr) l.norm = norm->data();
     l.norm_eps = s_.eps;
@@ -103,17 +164,17 @@ class Layer {
     l.gated = gated;
     l.gate = s_.gate;
     l.out = out;
-    linear(k_, l);
+    linear(k_, l, part.hands);
   }
 
   // out = residual + [norm](x w): the norm, where there is one, needs the whole row first.
-  void residual_product(const Packed& w, const void* x, const float* bias, const std::vector<float>& norm,
-                        const void* residual, void* out) const {
-    if (norm.empty()) return product(w, x, nullptr, bias, residual, out);
+  void residual_product(const Part& part, const Packed& w, const uint8_t* x, const float* bias,
+                        const std::vector<float>& norm, const uint8_t* residual, uint8_t* out) const {
+    if (norm.empty()) return product(part, w, x, nullptr, bias, residual, out);
     static thread_local Scratch memory;
-    uint8_t* y = memory.take(bytes(hidden_));
-    product(w, x, nullptr, bias, nullptr, y);
-    Pool::instance().run(rows_, 4, rows_ * hidden_ * 1e-3, [&](int begin, int end) {
+    uint8_t* y = memory.take(static_cast<size_t>(part.size()) * hidden_ * item_);
+    product(part, w, x, nullptr, bias, nullptr, y);
+    run_with(part.hands, part.size(), 4, part.size() * hidden_ * 1e-3, [&](int begin, int end) {
       static thread_local Scratch row;
       float *a = row.floats(2 * static_cast<size_t>(hidden_)), *b = a + hidden_;
       for (int r = begin; r < end; ++r) {
@@ -137,15 +198,15 @@ class Layer {
     k_.rope(v, s_.head_dim, s_.rope_dims, s_.rope_traditional, angles, c_.type, v);
   }
 
-  void rotate_and_append(uint8_t* qkv, int width) const {
+  void rotate_and_append(const Part& part, uint8_t* qkv) const {
     const int d = s_.head_dim;
-    Pool::instance().run(rows_, 2, rows_ * width * 1e-3, [&](int begin, int end) {
+    run_with(part.hands, part.size(), 2, part.size() * width_ * 1e-3, [&](int begin, int end) {
       static thread_local Scratch memory;
       float *v = memory.floats(2 * static_cast<size_t>(d)), *spare = v + d;
-      for (int r = begin; r < end; ++r) {
+      for (int r = part.begin + begin; r < part.begin + end; ++r) {
         const int b = tokens_.row[r], t = tokens_.token[r];
         const float* angles = s_.rope->angles(static_cast<int64_t>(c_.start[b]) + t, spare);
-        const size_t row = static_cast<size_t>(r) * width;
+        const size_t row = static_cast<size_t>(r) * width_;
         for (int h = 0; h < s_.heads; ++h) {
           k_.load(qkv, row + h * d, c_.type, d, v);
           rotate(v, s_.query_norm, angles);
@@ -163,40 +224,44 @@ class Layer {
     });
   }
 
-  void attend(const uint8_t* qkv, int width, uint8_t* out) const {
+  // A part that is not all of the rows is some tokens of the only row of the batch, from position `start` on.
+  void attend(const Part& part, const uint8_t* qkv, uint8_t* out) const {
+    const bool whole = part.size() == rows_;
+    const int32_t start = c_.start[0] + part.begin;
     AttentionCall a;
-    a.batch = c_.batch, a.tokens = c_.tokens, a.heads = s_.heads, a.kv_heads = s_.kv_heads;
+    a.batch = c_.batch, a.tokens = whole ? c_.tokens : part.size(), a.heads = s_.heads, a.kv_heads = s_.kv_heads;
     a.head_dim = a.value_dim = s_.head_dim;
+    a.start = whole ? c_.start : &start;
     a.keys = 0;  // up to the last column in use: more would only cost scratch memory
-    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(c_.start[b] + c_.tokens, c_.keys.reach()));
+    for (int b = 0; b < c_.batch; ++b) a.keys = std::max(a.keys, std::min(a.start[b] + a.tokens, c_.keys.reach()));
     a.table = c_.keys.table;
     a.scale = s_.scale;
     a.q.data = qkv;
     a.q.type = c_.type;
     a.q.element_bytes = static_cast<int>(item_);
-    a.q.stride[0] = static_cast<int64_t>(c_.tokens) * width, a.q.stride[1] = s_.head_dim, a.q.stride[2] = width;
+    a.q.stride[0] = static_cast<int64_t>(a.tokens) * width_, a.q.stride[1] = s_.head_dim, a.q.stride[2] = width_;
     a.k = c_.keys.view(), a.v = c_.values.view();
     a.k_groups = c_.keys.groups(), a.v_groups = c_.values.groups();
     a.round = a.out_type = c_.type;
-    a.count = c_.count;
+    a.count = whole ? c_.count : nullptr;
     if (tokens_.padded) a.first = tokens_.first.data();
     if (c_.ring > 0) {
+      a.start = nullptr;
       a.keys = c_.ring;
       a.mask = c_.mask;
       a.has_mask = a.mask_is_bool = true;
     } else {
-      a.start = c_.start;
       a.window = c_.window;
     }
     a.out = out;
-    attention(k_, a);
+    attention(k_, a, part.hands);
   }
 
   const Kernels& k_;
   const LayerSpec& s_;
   const LayerCall& c_;
   const Tokens tokens_;
-  const int rows_, hidden_;
+  const int rows_, hidden_, width_, attended_, inner_;  // width_: of q, k and v; inner_: of the MLP
   const size_t item_;
 };
 

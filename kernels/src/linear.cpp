@@ -13,7 +13,14 @@
 namespace mantou {
 namespace {
 
-constexpr int kPanelRows = 512;  // rows prepared at once: bounds the scratch memory of long prompts
+// Rows prepared at once: as many as stay in a second-level cache, since each block walks over all of them.
+constexpr int kPanelRows = 512, kLeastPanelRows = 128;
+constexpr size_t kPanelBytes = size_t{1} << 20;
+
+int panel_rows(const Layout& l) {
+  const auto fitting = static_cast<int>(kPanelBytes / tile_bytes(l, 1));
+  return std::clamp(fitting / kAffineTile * kAffineTile, kLeastPanelRows, kPanelRows);
+}
 
 // Rows order[first, first + count) form one tile of one expert.
 struct Tile {
@@ -306,7 +313,7 @@ class Choice {
 }  // namespace
 
 void linear(const Kernels& kernels, const LinearCall& call, Hands hands) {
-  const int step = call.expert != nullptr ? std::max(1, call.num_rows) : kPanelRows;
+  const int step = call.expert != nullptr ? std::max(1, call.num_rows) : panel_rows(call.weights->layout);
   const int columns = call.weights->layout.blocks / (call.gated ? 2 : 1);
   for (int first = 0; first < call.num_rows; first += step) {
     Panel panel(kernels, call, first, std::min(step, call.num_rows - first), hands);

@@ -281,6 +281,35 @@ MANTOU_INLINE void transpose(Vf (&r)[kLanes]) {
 }
 #endif
 
+// Lane i is reduce_add(r[i]), by the same tree.
+#if defined(__AVX512F__)
+MANTOU_INLINE Vf reduce_add_each(const Vf (&r)[kLanes]) {
+  // Vector 4 * i + c goes to place i + 4 * c, which is what the last two steps undo.
+  __m512 eight[8], four[4], two[2];
+#pragma GCC unroll 8
+  for (int p = 0; p < 8; ++p) {
+    const __m512 a = r[2 * p % 4 * 4 + p / 2].v, b = r[(2 * p + 1) % 4 * 4 + p / 2].v;
+    eight[p] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+#pragma GCC unroll 4
+  for (int p = 0; p < 4; ++p)
+    four[p] = _mm512_add_ps(_mm512_shuffle_f32x4(eight[2 * p], eight[2 * p + 1], 0x88),
+                            _mm512_shuffle_f32x4(eight[2 * p], eight[2 * p + 1], 0xdd));
+#pragma GCC unroll 2
+  for (int p = 0; p < 2; ++p) {
+    const __m512d a = _mm512_castps_pd(four[2 * p]), b = _mm512_castps_pd(four[2 * p + 1]);
+    two[p] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  return {_mm512_add_ps(_mm512_shuffle_ps(two[0], two[1], 0x88), _mm512_shuffle_ps(two[0], two[1], 0xdd))};
+}
+#else
+MANTOU_INLINE Vf reduce_add_each(const Vf (&r)[kLanes]) {
+  alignas(64) float sums[kLanes];
+  for (int i = 0; i < kLanes; ++i) sums[i] = reduce_add(r[i]);
+  return load(sums);
+}
+#endif
+
 MANTOU_INLINE Vf zero() { return set1(0.0f); }
 
 // Sixteen bytes, or the sixteen half bytes of eight (low half first), as floats.

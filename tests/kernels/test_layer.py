@@ -108,6 +108,41 @@ def test_bits_of_the_separate_steps(isa: str, threads: int, dtype: mx.Dtype, gem
             start = start + width
 
 
+def quantised(parts: list[mx.array], *, interleave: bool = False) -> Any:
+    words, scales, biases = zip(*(mx.quantize(part, group_size=32, bits=4) for part in parts), strict=True)
+    packed = kernels.pack_affine(
+        list(words), list(scales), list(biases), group_size=32, bits=4, interleave=interleave
+    )
+    return packed[0]
+
+
+@pytest.mark.parametrize("gemma", [False, True])
+@pytest.mark.parametrize("form", ["dense", "affine"])
+def test_a_long_prompt_has_the_bits_of_its_pieces(isa: str, threads: int, form: str, gemma: bool) -> None:
+    a = arguments(mx.float32, gemma)
+    if form == "affine":
+        wide = [packed(n * DIM, HIDDEN, i, mx.float32) for i, n in enumerate((HEADS, KV, KV))]
+        pair = [packed(INNER, HIDDEN, 5 + i, mx.float32) for i in range(2)]
+        a |= {
+            "qkv": quantised(wide),
+            "out": quantised([packed(HIDDEN, HEADS * DIM, 3, mx.float32)]),
+            "gate_up": quantised(pair, interleave=True),
+            "down": quantised([packed(HIDDEN, INNER, 4, mx.float32)]),
+        }
+    layer, before, num_tokens = kernels.make_layer(**a), 5, 500
+    x = ref.normal(1, num_tokens, HIDDEN)
+    held = [ref.normal(1, KV, before + num_tokens, DIM, seed=seed) for seed in (1, 2)]
+    for window in (0, 40):
+        whole = one_layer(x, layer, *held, mx.array([before]), window=window)
+        pieces, buffers = [], list(held)
+        for first in range(0, num_tokens, 100):
+            start = mx.array([before + first])
+            y, *buffers = one_layer(x[:, first : first + 100], layer, *buffers, start, window=window)
+            pieces.append(y)
+        assert mx.array_equal(whole[0], mx.concatenate(pieces, axis=1))
+        assert all(map(mx.array_equal, whole[1:], buffers))
+
+
 def test_a_row_does_not_know_its_neighbours(isa: str, threads: int) -> None:
     layer = kernels.make_layer(**arguments(mx.float32, False))
     lengths, x = (7, 0, 4), ref.normal(3, 7, HIDDEN)

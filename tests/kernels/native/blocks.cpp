@@ -165,7 +165,7 @@ void check_attention(const Kernels& f, int num_queries, int num_keys, int dim) {
   for (float& x : k) x = normal();
   for (float& x : v) x = normal();
   std::vector<float> out(static_cast<size_t>(num_queries) * dim);
-  std::vector<float> scratch(attend_scratch_floats(num_queries, dim, num_keys) + 16);
+  std::vector<float> scratch(attend_scratch_floats(num_queries, dim, dim, num_keys) + 16);
   std::vector<const float*> queries;
   std::vector<float*> outs;
   std::vector<int> first(num_queries, 1), last;
