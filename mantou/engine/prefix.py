@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 PUBLISH_EVERY = 256
 # A state where prompts part is kept if it saves at least so many tokens of the next prompt that parts there.
 MIN_GAIN = 64
+MIN_REUSED = 8  # tokens: fewer are computed, beside the rest of the prompt, sooner than they are copied
 # Of a decode step: a restored prompt is waited for; for what is kept a little is plenty, as it grows token by token,
 # and a part that is interrupted in the middle should not show.
 RESTORE_SHARE, KEEP_SHARE = 0.25, 0.05
@@ -88,7 +89,7 @@ class Prefix:
         hit = self._axes.store.match(sequence.cache_key, tokens, request.session)
         if self.keeps_state:
             sequence.marks = self._marks(request, tokens, sequence.cache_key, hit.num_tokens if hit else 0)
-        if hit is not None:
+        if hit is not None and hit.num_tokens >= MIN_REUSED:
             sequence.restoring = self._runner.kv.filling(lambda: sequence.slot, hit)
             sequence.num_kv = sequence.num_published = hit.num_tokens
             sequence.num_cached = min(hit.num_tokens, sequence.num_prompt)  # not an answer that is taken up

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
-from mantou.kv.lending import Loan, fitted, groups_of, part_shapes
+from mantou.kv.lending import Groups, Loan, Terms, fitted, groups_of, part_shapes
 from mantou.kv.pieces import HostParts, Parts, host_views
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec, place_of
@@ -55,6 +55,7 @@ class Columns:
         self.values: Parts = ()
         self._dtype: mx.Dtype = mx.float32
         self._span = 0
+        self._groups: dict[int, Groups | None] = {}  # by head_dim
 
     @property
     def offset(self) -> mx.array | int:
@@ -145,20 +146,35 @@ class Columns:
         ring: int = 0,
         mask: mx.array | None = None,
     ) -> Loan | None:
-        g, groups = self.geometry, groups_of(self.codec.keys, head_dim)
-        if groups is None or groups != groups_of(self.codec.values, head_dim):
+        g, groups = self.geometry, self._lent_groups(head_dim)
+        rows, width, _ = x.shape
+        if groups is None or rows != g.num_rows or width != g.width:
             return None
-        if (g.num_rows, g.width) != tuple(x.shape[:2]):
-            return None
+        columns = self.capacity
         # While a prefix is copied in, in parts, one of the two may have grown already.
-        columns = max([self.capacity, *(part.shape[2] for part in (*self.keys, *self.values))])
+        for parts in (self.keys, self.values):
+            if parts and parts[0].shape[2] > columns:
+                columns = parts[0].shape[2]
         lead, widths = (self.num_slots, kv_heads, columns), part_shapes(groups, head_dim, x.dtype)
         keys, values = fitted(self.keys, lead, widths), fitted(self.values, lead, widths)
         if keys is None or values is None:
             return None
         self.keys = self.values = ()
         self._span = self.span
-        return Loan(keys, values, groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
+        return Loan(keys, values, self._terms(groups, window, ring, mask))
+
+    def _lent_groups(self, head_dim: int) -> Groups | None:
+        """How a primitive reads and writes the parts, if it can."""
+        if head_dim not in self._groups:
+            keys, values = groups_of(self.codec.keys, head_dim), groups_of(self.codec.values, head_dim)
+            self._groups[head_dim] = keys if keys == values else None
+        return self._groups[head_dim]
+
+    def _terms(self, groups: Groups, window: int, ring: int, mask: mx.array | None) -> Terms:
+        g, key = self.geometry, (groups, window, ring)
+        if key not in g.terms:
+            g.terms[key] = Terms(groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
+        return g.terms[key]
 
     def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
         """Ends a loan: the buffers with this forward's tokens in them, and the type of what was stored."""

@@ -5,7 +5,7 @@ All layers share the `Geometry` of the forward in progress, so every mask is bui
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -88,6 +88,7 @@ class Geometry:
         self._lengths: mx.array | None = None
         self._masks: dict[tuple[str, int, int], mx.array] = {}
         self.places: dict[tuple[int, int], Any] = {}  # see mantou.kv.records
+        self.terms: dict[Hashable, Any] = {}  # see mantou.kv.lending
 
     def clipped(self, limit: int) -> Geometry:
         """The same forward with no row beginning beyond `limit`; itself if none does."""
@@ -187,7 +188,7 @@ class TracedGeometry(Geometry):
         self.width, self.num_rows = real.width, real.num_rows
         self.uniform, self.full = False, True
         self.span = real.bucketed_span
-        self.places = {}
+        self.places, self.terms = {}, {}
         self.array_offsets, self.mask_axes = True, real.mask_axes
         self._offsets, self._positions, self._lengths = offsets, None, None
         self._columns, self._masks = {}, {}

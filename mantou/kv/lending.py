@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -54,15 +54,12 @@ def groups_of(codec: KVCodec, head_dim: int) -> Groups | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class Terms:
     """Where a primitive writes, and what its rows see. Row b of the forward is slot first_slot + b.
 
-    The layout holds no reference meanwhile, so that the buffers can be written in place; they are given back with
-    `take_back`.
+    The geometry of a forward keeps them: layers on the same terms have the same object.
     """
 
-    keys: Parts  # each [slots, kv_heads, capacity, ...]; one part, or integers, scales and biases
-    values: Parts
     groups: Groups
     start: mx.array  # int32[rows], positions held before this forward
     count: mx.array | None  # int32[rows] real tokens, None = all
@@ -76,6 +73,15 @@ class Loan:
     block: int = 0
 
 
+class Loan(NamedTuple):
+    """The layout holds no reference meanwhile, so that the buffers can be written in place; they are given back with
+    `take_back`."""
+
+    keys: Parts  # each [slots, kv_heads, capacity, ...]; one part, or integers, scales and biases
+    values: Parts
+    terms: Terms
+
+
 def part_shapes(groups: Groups, head_dim: int, dtype: mx.Dtype) -> list[tuple[int, mx.Dtype]]:
     """Width and type of each part's last axis."""
     if not groups.bits:
@@ -86,15 +92,17 @@ def part_shapes(groups: Groups, head_dim: int, dtype: mx.Dtype) -> list[tuple[in
 
 def fitted(parts: Parts, lead: tuple[int, int, int], widths: Sequence[tuple[int, mx.Dtype]]) -> Parts | None:
     """The buffers with at least lead[2] columns, contents kept; None if they hold something else."""
-    if parts and [(p.shape[0], p.shape[1], p.shape[3], p.dtype) for p in parts] != [
-        (*lead[:2], width, dtype) for width, dtype in widths
-    ]:
-        return None
     if not parts:
         return tuple(mx.zeros((*lead, width), dtype) for width, dtype in widths)
-    have = parts[0].shape[2]
-    if have >= lead[2]:
+    slots, heads, columns = lead
+    have = 0
+    for part, (width, dtype) in zip(parts, widths, strict=True):
+        part_slots, part_heads, have, part_width = part.shape
+        if (part_slots, part_heads, part_width) != (slots, heads, width) or part.dtype != dtype:
+            return None
+    if have >= columns:
         return parts
     return tuple(
-        mx.concatenate([p, mx.zeros((*lead[:2], lead[2] - have, p.shape[3]), p.dtype)], axis=2) for p in parts
+        mx.concatenate([p, mx.zeros((slots, heads, columns - have, p.shape[3]), p.dtype)], axis=2)
+        for p in parts
     )

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 from mantou.kv.layouts import FullRows
-from mantou.kv.lending import Loan
+from mantou.kv.lending import Groups, Loan, Terms
 from mantou.kv.pages import Pages, Placement
 from mantou.kv.pieces import HostParts, Parts, host_is_device
 from mantou.kv.plan import LayerCodec
@@ -110,20 +110,16 @@ class PagedRows(FullRows):
         )
         return keys, values
 
-    def _loan(
-        self,
-        x: mx.array,
-        kv_heads: int,
-        head_dim: int,
-        window: int,
-        ring: int = 0,
-        mask: mx.array | None = None,
-    ) -> Loan | None:
+    def lend(self, x: mx.array, mask: mx.array | str | None, kv_heads: int, head_dim: int) -> Loan | None:
         self.capacity = self._pages.capacity
-        loan = super()._loan(x, kv_heads, head_dim, window, ring, mask)
-        if loan is None:
-            return None
-        return replace(loan, first_slot=0, table=self._placement.table, block=self._pages.block)
+        return super().lend(x, mask, kv_heads, head_dim)
+
+    def _terms(self, groups: Groups, window: int, ring: int, mask: mx.array | None) -> Terms:
+        g, key = self.geometry, (groups, window, ring, self._pages)
+        if key not in g.terms:
+            terms = super()._terms(groups, window, ring, mask)
+            g.terms[key] = replace(terms, first_slot=0, table=self._placement.table, block=self._pages.block)
+        return g.terms[key]
 
     # -- what the batch does: rows are entries of the table, so nothing is copied
     def begin(self, geometry: Geometry, capacity: int) -> None:

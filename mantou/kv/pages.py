@@ -54,6 +54,8 @@ class Pages:
         self._free: list[int] = []  # a heap: low blocks first
         self._below: dict[int, Pages] = {}
         self._placed: Placement | None = None
+        # All layers ask for the same runs one after the other; what changes the table forgets them.
+        self._runs: tuple[tuple[int, int, int], list[tuple[int, int]]] | None = None
 
     def below(self, limit: int) -> Pages:
         """The table of layers that keep a row's first `limit` columns only; it follows this one."""
@@ -75,6 +77,7 @@ class Pages:
     def resize(self, num_slots: int) -> None:
         for slot in range(num_slots, self.num_slots):
             self.release(slot)
+        self._runs = None
         table = np.full((num_slots, self._table.shape[1] if num_slots else 0), ZEROS, np.int32)
         kept = min(num_slots, self.num_slots)
         table[:kept] = self._table[:kept, : table.shape[1]]
@@ -95,6 +98,7 @@ class Pages:
             return
         if needed > self._table.shape[1]:
             self._table = np.pad(self._table, [(0, 0), (0, max(needed - self._table.shape[1], 4))])
+        self._runs = None
         self._grow(needed - have)
         self._table[slot, have:needed] = [heapq.heappop(self._free) for _ in range(needed - have)]
         self._held[slot] = needed
@@ -112,6 +116,7 @@ class Pages:
             pages.release(slot)
         for block in self.blocks(slot):
             heapq.heappush(self._free, block)
+        self._runs = None
         self._table[slot] = ZEROS
         self._held[slot] = 0
 
@@ -120,6 +125,7 @@ class Pages:
         self.swap(source, target)
 
     def swap(self, one: int, other: int) -> None:
+        self._runs = None
         self._table[[one, other]] = self._table[[other, one]]
         self._held[one], self._held[other] = self._held[other], self._held[one]
         for pages in self._below.values():
@@ -141,9 +147,12 @@ class Pages:
         """The same as (first column, one past the last) of neighbours, in the order of the positions."""
         if lo == hi:
             return [(0, 0)]
-        columns = self._columns(slot, lo, hi)
-        edges = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
-        return [(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(edges)]
+        if self._runs is None or self._runs[0] != (slot, lo, hi):
+            columns = self._columns(slot, lo, hi)
+            edges = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
+            runs = [(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(edges)]
+            self._runs = (slot, lo, hi), runs
+        return self._runs[1]
 
     def placed(self, geometry: Geometry) -> Placement:
         """Where a forward's tokens go; made once for all layers."""

@@ -76,14 +76,6 @@ def _loan(x: mx.array, one: _Waiting) -> Any:
     return lend(x, one.mask, one.layer.kv_heads, one.layer.head_dim)
 
 
-def _place(loan: Any) -> tuple[Any, ...]:
-    """What layers of one primitive must share; arrays by identity."""
-    return (
-        *(id(loan.start), id(loan.count), id(loan.mask), id(loan.table)),
-        *(loan.first_slot, loan.window, loan.ring, loan.groups, loan.block),
-    )
-
-
 class _Group:
     """Layers of one primitive, whose buffers are on loan, and the hidden state that they are applied to."""
 
@@ -94,7 +86,7 @@ class _Group:
     def takes(self, loan: Any) -> bool:
         if not self._members:
             return True
-        return len(self._members) < _LAYERS_A_NODE and _place(loan) == _place(self._members[0][1])
+        return len(self._members) < _LAYERS_A_NODE and loan.terms is self._members[0][1].terms
 
     def add(self, one: _Waiting, loan: Any) -> None:
         self._members.append((one, loan))
@@ -104,6 +96,7 @@ class _Group:
         if not self._members:
             return self._x
         first = self._members[0][1]
+        terms = first.terms
         y, *results = kernels.layers(
             self._x,
             [one.layer.layer for one, _ in self._members],
@@ -111,16 +104,16 @@ class _Group:
                 [*loan.keys[:1], *loan.values[:1], *loan.keys[1:], *loan.values[1:]]
                 for _, loan in self._members
             ],
-            first.start,
-            count=first.count,
-            mask=first.mask,
-            first_slot=first.first_slot,
-            window=first.window,
-            ring=first.ring,
-            bits=first.groups.bits,
-            group=first.groups.group_size,
-            table=first.table,
-            block=first.block,
+            terms.start,
+            count=terms.count,
+            mask=terms.mask,
+            first_slot=terms.first_slot,
+            window=terms.window,
+            ring=terms.ring,
+            bits=terms.groups.bits,
+            group=terms.groups.group_size,
+            table=terms.table,
+            block=terms.block,
         )
         members, self._members = self._members, []
         half = len(first.keys) - 1  # parts beside the integers: scales and biases
