@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from mantou.protocols import Group
 
 Drafts = Mapping[str, Draft]  # request id -> its guess; a row that is not in it guesses none
 NO_DRAFT = Draft()
+_MOST_PADDED = 1.5  # places of a forward over several prompts, for each of their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,32 @@ class Grouping:
                 groups.append((Group(lo, self.width(max(num_tokens)), num_tokens), part))
         return groups
 
-    def prompt(self, row: Sequence, num_tokens: int) -> Group:
-        return Group(row.slot, self.width(num_tokens), (num_tokens,))
+    def prompts(self, chunks: Iterable[tuple[Sequence, int]]) -> list[tuple[Group, list[Sequence]]]:
+        """What rows feed of their prompts: neighbours of like widths that get to their ends go together, so that the
+        weights are read once for all; any other row goes alone."""
+        groups: list[list[tuple[Sequence, int]]] = []
+        for row, num_tokens in sorted(chunks, key=lambda chunk: chunk[0].slot):
+            joins = groups and self._joins(groups[-1], row, num_tokens)
+            groups[-1].append((row, num_tokens)) if joins else groups.append([(row, num_tokens)])
+        return [
+            (Group(part[0][0].slot, self.width(max(counts)), counts), [row for row, _ in part])
+            for part in groups
+            for counts in [tuple(num_tokens for _, num_tokens in part)]
+        ]
+
+    def _joins(self, part: Rows[tuple[Sequence, int]], row: Sequence, num_tokens: int) -> bool:
+        last, num_last = part[-1]
+        if not (self.ragged_widths and self.ragged_offsets) or row.slot != last.slot + 1:
+            return False
+        if (
+            num_last < last.num_pending
+            or num_tokens < row.num_pending
+            or last.request.media
+            or row.request.media
+        ):
+            return False
+        counts = [*(count for _, count in part), num_tokens]
+        return max(counts) * len(counts) <= _MOST_PADDED * sum(counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,11 +254,10 @@ class Step:
         if len(groups) == 1 and not (previous or self._flights):
             fed = [n for n in groups[0][0].num_tokens if n]
             self._drafting.timed(fed, held, time.perf_counter() - proposed)
-        num_prompt = 0
-        for row in prompts:
-            num_tokens = self._chunk(row, plan.num_tokens[row.id])
-            self._fly(Feed(self._grouping.prompt(row, num_tokens), [row], [NO_DRAFT]), [])
-            num_prompt += num_tokens
+        chunks = [(row, self._chunk(row, plan.num_tokens[row.id])) for row in prompts]
+        for group, fed in self._grouping.prompts(chunks):
+            self._fly(Feed(group, list(fed), [NO_DRAFT] * len(fed)), [])
+        num_prompt = sum(num_tokens for _, num_tokens in chunks)
         for flight in previous:
             self._collect(flight)
         if prompts and not (decoding and self.pipelined):
