@@ -19,6 +19,7 @@ _PRIOR_WEIGHT = 1.5  # right tokens' worth of trust in a provider's own estimate
 _FADE = 0.92  # of what a row's earlier rounds weigh
 _MOST_CHANCE = 0.98
 _LEAST_GAIN = 1.02  # what a draft must promise over none: estimates are noisy, and a rejected draft is a loss
+_MOST_SLOWED = 0.8  # of its speed without drafts that a row keeps, however much its neighbours gain
 _LONGEST_REST = 64  # steps
 _PAID_CHANCE = 0.7  # of a paid guess, before any was seen
 _GOOD_CHANCE = 0.9
@@ -184,7 +185,8 @@ def num_likely(acceptance: float, chance: float) -> int:
 
 
 class AdaptiveWidth:
-    """Cuts drafts to the widths that give most tokens a second, 0 where every width loses.
+    """Cuts drafts to the widths that give most tokens a second, 0 where every width loses, and where a row that guesses
+    nothing would wait much longer for its token than on its own.
 
     A forward is as wide as its widest row, so the widths are chosen for all rows together, from the measured cost of a
     step and each row's acceptance. What was guessed but cut still teaches how good the guesses are. Guesses that take
@@ -237,15 +239,17 @@ class AdaptiveWidth:
     def _paying(self, asks: Sequence[DraftAsk], acceptances: Sequence[float]) -> int:
         num_rows = max(self._num_rows, len(asks))
         num_plain = num_rows - len(asks)
-        best, rate = 0, num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        plain_s = self._costs.seconds(num_rows, 1)
+        best, rate, slowest = 0, num_rows * _LEAST_GAIN / plain_s, _MOST_SLOWED / plain_s
         for width in range(1, max(ask.width for ask in asks) + 1):
             widths = [min(width, ask.width) for ask in asks]
             fed = self._costs.width_of([1] * num_plain + [1 + each for each in widths])
             seconds = self._costs.seconds(num_rows, fed)
             seconds += max(self._inner.cost_s(ask.request, num_rows, width) for ask in asks)
-            pairs = zip(acceptances, widths, strict=True)
-            gain = (num_plain + sum(expected_tokens(*pair) for pair in pairs)) / seconds
-            if gain > rate:
+            tokens = [1.0] * num_plain
+            tokens += [expected_tokens(*pair) for pair in zip(acceptances, widths, strict=True)]
+            gain = sum(tokens) / seconds
+            if gain > rate and min(tokens) / seconds > slowest:
                 best, rate = width, gain
         return best
 
@@ -255,13 +259,16 @@ class AdaptiveWidth:
         num_plain = num_rows - len(rows)
         guesses = [(len(row.whole), row.acceptance) for row in rows]
         best: Sequence[int] = [0] * len(rows)
-        rate = num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        plain_s = self._costs.seconds(num_rows, 1)
+        rate, slowest = num_rows * _LEAST_GAIN / plain_s, _MOST_SLOWED / plain_s
         for widths in self._cuts(guesses):
             pairs = zip(guesses, widths, strict=True)
-            tokens = num_plain + sum(expected_tokens(acceptance, width) for (_, acceptance), width in pairs)
+            tokens = [1.0] * num_plain
+            tokens += [expected_tokens(acceptance, width) for (_, acceptance), width in pairs]
             width = self._costs.width_of([1] * num_plain + [1 + width for width in widths])
-            gain = tokens / self._costs.seconds(num_rows, width)
-            if gain > rate:
+            seconds = self._costs.seconds(num_rows, width)
+            gain = sum(tokens) / seconds
+            if gain > rate and min(tokens) / seconds > slowest:
                 best, rate = widths, gain
         return best
 

@@ -207,7 +207,7 @@ def test_where_padding_is_free_each_row_guesses_as_far_as_its_own_guesses_hold()
             return [replace(d, chance=chances[a.request.id]) for a, d in zip(asks, drafts, strict=True)]
 
     def cut(padding: float) -> list[int]:
-        table = costs(0.05)
+        table = costs(0.02)
         table.padding = padding
         provider = AdaptiveWidth(Several("s"), table)
         provider.timed((1,) * 8, 0, 1.0)
@@ -218,6 +218,20 @@ def test_where_padding_is_free_each_row_guesses_as_far_as_its_own_guesses_hold()
     assert 0 < fair < sure
     assert poor == 0
     assert len(set(cut(1.0))) == 1
+
+
+@pytest.mark.parametrize("padding", [0.0, 1.0])
+def test_a_row_that_guesses_nothing_keeps_four_fifths_of_its_speed(padding: float) -> None:
+    """One row of eight is sure of eight tokens: that would pay for the server, and its neighbours would wait."""
+    table = costs(0.125)
+    table.padding = padding
+    provider = AdaptiveWidth(Source("s", 0.98, other=False), table)
+    provider.timed((1,) * 8, 0, 2.0)
+    (width,) = widths(provider.propose(asks("sure")))
+    fed = table.width_of([1] * 7 + [1 + width])
+    assert table.seconds(8, fed) <= table.seconds(8, 1) / 0.8
+    alone = AdaptiveWidth(Source("s", 0.98), costs(0.125))
+    assert widths(alone.propose(asks("sure"))) == [8]
 
 
 @given(st.floats(0.01, 0.98), st.floats(0.05, 0.95))
