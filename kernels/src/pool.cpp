@@ -107,18 +107,26 @@ void Pool::share(int items, int chunk, double chunk_us, Body body, void* context
   wait_for_helpers(chunk_us);
 }
 
+// The chunk that is taken as the n-th: threads that take turns each go through neighbours, and what one fetches ahead is
+// what it needs next.
+int Pool::in_lanes(int n, int chunks) const {
+  const int lane = n % num_threads_, rest = chunks % num_threads_;
+  return lane * (chunks / num_threads_) + std::min(lane, rest) + n / num_threads_;
+}
+
 void Pool::take_chunks(uint32_t epoch) {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
   while (static_cast<uint32_t>(ticket >> 32) == epoch) {
     if (static_cast<uint32_t>(ticket) == kClosed) return;
-    const int begin = static_cast<int>(static_cast<uint32_t>(ticket));
+    const int next = static_cast<int>(static_cast<uint32_t>(ticket));
     const int items = items_.load(std::memory_order_relaxed), chunk = chunk_.load(std::memory_order_relaxed);
-    if (begin >= items) return;
-    const int end = items - begin < chunk ? items : begin + chunk;
+    const int chunks = (items + chunk - 1) / chunk;
+    if (next >= chunks) return;
+    const int begin = in_lanes(next, chunks) * chunk, end = items - begin < chunk ? items : begin + chunk;
     const Body body = body_.load(std::memory_order_relaxed);
     void* context = context_.load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
-    const uint64_t taken = (ticket & ~uint64_t{0xffffffffu}) | static_cast<uint32_t>(end);
+    const uint64_t taken = (ticket & ~uint64_t{0xffffffffu}) | static_cast<uint32_t>(next + 1);
     if (!ticket_.compare_exchange_weak(ticket, taken, std::memory_order_acq_rel)) continue;
     body(context, begin, end);
     const int count = end - begin;

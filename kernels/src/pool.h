@@ -53,6 +53,7 @@ class Pool {
 
   void share(int items, int chunk, double chunk_us, Body body, void* context);
   void take_chunks(uint32_t epoch);
+  int in_lanes(int n, int chunks) const;
   void wait_for_helpers(double chunk_us);
   bool core_is_taken();
   bool too_early(double cost_us);
@@ -67,7 +68,7 @@ class Pool {
   double alone_until_us_ = 0;  // the system gave a helper's core to others: until then the caller works alone
   double last_stall_us_ = 0, alone_for_us_ = 0;
 
-  // Epoch in the high half, next free item in the low half: one word, so that a helper which wakes late cannot take
+  // Epoch in the high half, next free chunk in the low half: one word, so that a helper which wakes late cannot take
   // an item of a later job with the fields of an earlier one.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<int> unfinished_{0};
