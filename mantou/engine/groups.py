@@ -50,7 +50,8 @@ class Grouping:
 
     def prompts(self, chunks: Iterable[tuple[Sequence, int]]) -> list[tuple[Group, list[Sequence]]]:
         """What rows feed of their prompts: neighbours of like widths that get to their ends go together, so that the
-        weights are read once for all; any other row goes alone."""
+        weights are read once for all; any other row goes alone. So does every row where forwards come in few shapes: a
+        GPU's bits depend on the shape, and a prompt keeps the one that it has without neighbours."""
         groups: list[list[tuple[Sequence, int]]] = []
         for row, num_tokens in sorted(chunks, key=lambda chunk: chunk[0].slot):
             joins = groups and self._joins(groups[-1], row, num_tokens)
@@ -63,7 +64,8 @@ class Grouping:
 
     def _joins(self, part: Rows[tuple[Sequence, int]], row: Sequence, num_tokens: int) -> bool:
         last, num_last = part[-1]
-        if not (self.ragged_widths and self.ragged_offsets) or row.slot != last.slot + 1:
+        mixes = self.ragged_widths and self.ragged_offsets and not self.shapes.bucketed
+        if not mixes or row.slot != last.slot + 1:
             return False
         if (
             num_last < last.num_pending

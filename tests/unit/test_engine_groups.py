@@ -49,6 +49,11 @@ def test_graphs_that_cannot_mix_rows_get_one_at_a_time() -> None:
         assert len(slots(replace(EXACT, **{kind: False}), (prompt(0, 9), 9), (prompt(1, 9), 9))) == 2
 
 
+def test_where_bits_depend_on_the_shape_every_prompt_keeps_its_own() -> None:
+    grouping = replace(EXACT, shapes=Shapes(bucketed=True))
+    assert slots(grouping, (prompt(0, 9), 9), (prompt(1, 9), 9)) == [(0, 16, (9,)), (1, 16, (9,))]
+
+
 def test_prompts_that_arrive_together_share_forwards_and_keep_their_tokens() -> None:
     case, wanted = Case("llama", rows=6), [replace(r, prompt=r.prompt[-9:]) for r in requests(Sampling())]
     alone = [run(case, [request]).tokens[request.id] for request in wanted]
