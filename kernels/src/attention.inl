@@ -131,7 +131,7 @@ static void scores_few(const AttendTask& t, int lo, int hi, float* opened, float
     for (int i = 0; i < t.num_queries; ++i) {
       const float* q = t.queries[i];
       Vf sums[kLanes];
-      if (keys == kLanes) {
+      if (keys == kLanes) {  // sixteen sums in registers
 #pragma GCC unroll 16
         for (int j = 0; j < kLanes; ++j) sums[j] = fma(load(q), load(rows + j * step), zero());
         for (int d = kLanes; d < dim; d += kLanes) {

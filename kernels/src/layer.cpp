@@ -148,7 +148,7 @@ class Layer {
     return rows + static_cast<size_t>(part.begin) * width * item_;
   }
 
-  // Here and below x, residual and out are the part's rows.
+  // x, residual and out: the part's rows.
   void product(const Part& part, const Packed& w, const uint8_t* x, const std::vector<float>* norm, const float* bias,
                const uint8_t* residual, uint8_t* out, bool gated = false) const {
     LinearCall l;
@@ -198,6 +198,7 @@ class Layer {
     k_.rope(v, s_.head_dim, s_.rope_dims, s_.rope_traditional, angles, c_.type, v);
   }
 
+  // qkv: of all rows, since each row has its own place in the KV.
   void rotate_and_append(const Part& part, uint8_t* qkv) const {
     const int d = s_.head_dim;
     run_with(part.hands, part.size(), 2, part.size() * width_ * 1e-3, [&](int begin, int end) {

@@ -48,32 +48,29 @@ class Grouping:
                 groups.append((Group(lo, self.width(max(num_tokens)), num_tokens), part))
         return groups
 
-    def prompts(self, chunks: Iterable[tuple[Sequence, int]]) -> list[tuple[Group, list[Sequence]]]:
+    def prompts(self, chunks: Iterable[tuple[Sequence, int]]) -> list[tuple[Group, list[Sequence | None]]]:
         """What rows feed of their prompts: neighbours of like widths that get to their ends go together, so that the
         weights are read once for all; any other row goes alone. So does every row where forwards come in few shapes: a
         GPU's bits depend on the shape, and a prompt keeps the one that it has without neighbours."""
-        groups: list[list[tuple[Sequence, int]]] = []
-        for row, num_tokens in sorted(chunks, key=lambda chunk: chunk[0].slot):
-            joins = groups and self._joins(groups[-1], row, num_tokens)
-            groups[-1].append((row, num_tokens)) if joins else groups.append([(row, num_tokens)])
-        return [
-            (Group(part[0][0].slot, self.width(max(counts)), counts), [row for row, _ in part])
-            for part in groups
-            for counts in [tuple(num_tokens for _, num_tokens in part)]
-        ]
+        parts: list[list[tuple[Sequence, int]]] = []
+        for chunk in sorted(chunks, key=lambda chunk: chunk[0].slot):
+            if parts and self._joins(parts[-1], *chunk):
+                parts[-1].append(chunk)
+            else:
+                parts.append([chunk])
+        groups: list[tuple[Group, list[Sequence | None]]] = []
+        for part in parts:
+            rows, counts = zip(*part, strict=True)
+            groups.append((Group(rows[0].slot, self.width(max(counts)), counts), list(rows)))
+        return groups
 
     def _joins(self, part: Rows[tuple[Sequence, int]], row: Sequence, num_tokens: int) -> bool:
         last, num_last = part[-1]
         mixes = self.ragged_widths and self.ragged_offsets and not self.shapes.bucketed
         if not mixes or row.slot != last.slot + 1:
             return False
-        if (
-            num_last < last.num_pending
-            or num_tokens < row.num_pending
-            or last.request.media
-            or row.request.media
-        ):
-            return False
+        if num_last < last.num_pending or num_tokens < row.num_pending:
+            return False  # a draw is for all rows of a forward, or for none
         counts = [*(count for _, count in part), num_tokens]
         return max(counts) * len(counts) <= _MOST_PADDED * sum(counts)
 

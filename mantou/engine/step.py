@@ -256,7 +256,7 @@ class Step:
             self._drafting.timed(fed, held, time.perf_counter() - proposed)
         chunks = [(row, self._chunk(row, plan.num_tokens[row.id])) for row in prompts]
         for group, fed in self._grouping.prompts(chunks):
-            self._fly(Feed(group, list(fed), [NO_DRAFT] * len(fed)), [])
+            self._fly(Feed(group, fed, [NO_DRAFT] * len(fed)), [])
         num_prompt = sum(num_tokens for _, num_tokens in chunks)
         for flight in previous:
             self._collect(flight)

@@ -171,7 +171,7 @@ class Columns:
         return self._groups[head_dim]
 
     def _terms(self, groups: Groups, window: int, ring: int, mask: mx.array | None) -> Terms:
-        g, key = self.geometry, (groups, window, ring)
+        g, key = self.geometry, (groups, window, ring, id(mask))  # which the terms keep alive
         if key not in g.terms:
             g.terms[key] = Terms(groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
         return g.terms[key]

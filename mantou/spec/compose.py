@@ -19,7 +19,7 @@ _PRIOR_WEIGHT = 1.5  # right tokens' worth of trust in a provider's own estimate
 _FADE = 0.92  # of what a row's earlier rounds weigh
 _MOST_CHANCE = 0.98
 _LEAST_GAIN = 1.02  # what a draft must promise over none: estimates are noisy, and a rejected draft is a loss
-_MOST_SLOWED = 0.8  # of its speed without drafts that a row keeps, however much its neighbours gain
+_LEAST_KEPT = 0.8  # of its speed without drafts, that no row must be expected to fall below for others
 _LONGEST_REST = 64  # steps
 _PAID_CHANCE = 0.7  # of a paid guess, before any was seen
 _GOOD_CHANCE = 0.9
@@ -238,39 +238,37 @@ class AdaptiveWidth:
 
     def _paying(self, asks: Sequence[DraftAsk], acceptances: Sequence[float]) -> int:
         num_rows = max(self._num_rows, len(asks))
-        num_plain = num_rows - len(asks)
-        plain_s = self._costs.seconds(num_rows, 1)
-        best, rate, slowest = 0, num_rows * _LEAST_GAIN / plain_s, _MOST_SLOWED / plain_s
+        best, rate = 0, num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
         for width in range(1, max(ask.width for ask in asks) + 1):
-            widths = [min(width, ask.width) for ask in asks]
-            fed = self._costs.width_of([1] * num_plain + [1 + each for each in widths])
-            seconds = self._costs.seconds(num_rows, fed)
-            seconds += max(self._inner.cost_s(ask.request, num_rows, width) for ask in asks)
-            tokens = [1.0] * num_plain
-            tokens += [expected_tokens(*pair) for pair in zip(acceptances, widths, strict=True)]
-            gain = sum(tokens) / seconds
-            if gain > rate and min(tokens) / seconds > slowest:
+            guesses = [(a, min(width, ask.width)) for a, ask in zip(acceptances, asks, strict=True)]
+            guessing_s = max(self._inner.cost_s(ask.request, num_rows, width) for ask in asks)
+            gain = self._gain(num_rows, guesses, guessing_s)
+            if gain > rate:
                 best, rate = width, gain
         return best
 
     def _best_widths(self, rows: Sequence[_Row]) -> Sequence[int]:
         """The cuts of this step's drafts."""
         num_rows = max(self._num_rows, len(rows))
-        num_plain = num_rows - len(rows)
-        guesses = [(len(row.whole), row.acceptance) for row in rows]
+        acceptances = [row.acceptance for row in rows]
+        lengths = [len(row.whole) for row in rows]
         best: Sequence[int] = [0] * len(rows)
-        plain_s = self._costs.seconds(num_rows, 1)
-        rate, slowest = num_rows * _LEAST_GAIN / plain_s, _MOST_SLOWED / plain_s
-        for widths in self._cuts(guesses):
-            pairs = zip(guesses, widths, strict=True)
-            tokens = [1.0] * num_plain
-            tokens += [expected_tokens(acceptance, width) for (_, acceptance), width in pairs]
-            width = self._costs.width_of([1] * num_plain + [1 + width for width in widths])
-            seconds = self._costs.seconds(num_rows, width)
-            gain = sum(tokens) / seconds
-            if gain > rate and min(tokens) / seconds > slowest:
+        rate = num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        for widths in self._cuts(list(zip(lengths, acceptances, strict=True))):
+            gain = self._gain(num_rows, list(zip(acceptances, widths, strict=True)))
+            if gain > rate:
                 best, rate = widths, gain
         return best
+
+    def _gain(self, num_rows: int, guesses: Sequence[tuple[float, int]], guessing_s: float = 0.0) -> float:
+        """Tokens a second of a step in which some rows have a guess of (acceptance, width); 0 where one of the rows
+        would lose too much of its own speed."""
+        num_plain = num_rows - len(guesses)
+        tokens = [1.0] * num_plain + [expected_tokens(*guess) for guess in guesses]
+        fed = self._costs.width_of([1] * num_plain + [1 + width for _, width in guesses])
+        seconds = self._costs.seconds(num_rows, fed) + guessing_s
+        kept = min(tokens) * self._costs.seconds(num_rows, 1) / seconds
+        return sum(tokens) / seconds if kept > _LEAST_KEPT else 0.0
 
     def _cuts(self, guesses: Sequence[tuple[int, float]]) -> Iterator[Sequence[int]]:
         """Widths for guesses of (length, acceptance). Where a row costs as much as the widest one, all are cut alike.

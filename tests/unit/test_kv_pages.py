@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -86,6 +87,36 @@ class Table(RuleBasedStateMachine):
 
 TestTable = Table.TestCase
 TestTable.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+
+
+def _come_back_elsewhere(pages: Pages) -> None:
+    pages.release(0)
+    pages.hold(2, 0, 1)  # takes the block that was given back
+    pages.hold(0, 0, 1)
+
+
+def _begin_anew(pages: Pages) -> None:
+    pages.resize(0)
+    pages.resize(2)
+    pages.hold(1, 0, 1)
+    pages.hold(0, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda pages: pages.swap(0, 1), lambda pages: pages.move(1, 0), _come_back_elsewhere, _begin_anew],
+    ids=["swap", "move", "come back", "begin anew"],
+)
+def test_runs_are_where_the_table_says_after_each_change(change: Callable[[Pages], None]) -> None:
+    """They are remembered, because every layer asks for the same ones."""
+    pages = Pages(BLOCK)
+    pages.resize(3)
+    for slot in range(2):
+        pages.hold(slot, 0, 1)
+    before = pages.runs(0, 0, 1)
+    change(pages)
+    column = pages.blocks(0)[0] * BLOCK
+    assert before != pages.runs(0, 0, 1) == [(column, column + 1)]
 
 
 def test_a_pool_is_at_most_an_eighth_larger_than_what_its_rows_hold() -> None:

@@ -220,17 +220,18 @@ def test_where_padding_is_free_each_row_guesses_as_far_as_its_own_guesses_hold()
     assert len(set(cut(1.0))) == 1
 
 
-@pytest.mark.parametrize("padding", [0.0, 1.0])
-def test_a_row_that_guesses_nothing_keeps_four_fifths_of_its_speed(padding: float) -> None:
-    """One row of eight is sure of eight tokens: that would pay for the server, and its neighbours would wait."""
-    table = costs(0.125)
+@pytest.mark.parametrize(("padding", "per_token"), [(0.0, 0.05), (1.0, 0.01)])
+def test_a_row_that_guesses_nothing_keeps_four_fifths_of_its_speed(padding: float, per_token: float) -> None:
+    """One row of eight is sure of eight tokens: all of them would pay for the server, and its neighbours would wait."""
+    table = costs(per_token)
     table.padding = padding
     provider = AdaptiveWidth(Source("s", 0.98, other=False), table)
     provider.timed((1,) * 8, 0, 2.0)
     (width,) = widths(provider.propose(asks("sure")))
-    fed = table.width_of([1] * 7 + [1 + width])
-    assert table.seconds(8, fed) <= table.seconds(8, 1) / 0.8
-    alone = AdaptiveWidth(Source("s", 0.98), costs(0.125))
+    slowed = [table.seconds(8, table.width_of([1] * 7 + [1 + w])) / table.seconds(8, 1) for w in (width, 8)]
+    assert 0 < width < 8
+    assert slowed[0] <= 1 / 0.8 < slowed[1]
+    alone = AdaptiveWidth(Source("s", 0.98), costs(per_token))
     assert widths(alone.propose(asks("sure"))) == [8]
 
 
