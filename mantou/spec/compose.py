@@ -238,11 +238,12 @@ class AdaptiveWidth:
 
     def _paying(self, asks: Sequence[DraftAsk], acceptances: Sequence[float]) -> int:
         num_rows = max(self._num_rows, len(asks))
-        best, rate = 0, num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        plain_s = self._costs.seconds(num_rows, 1)
+        best, rate = 0, num_rows * _LEAST_GAIN / plain_s
         for width in range(1, max(ask.width for ask in asks) + 1):
             guesses = [(a, min(width, ask.width)) for a, ask in zip(acceptances, asks, strict=True)]
             guessing_s = max(self._inner.cost_s(ask.request, num_rows, width) for ask in asks)
-            gain = self._gain(num_rows, guesses, guessing_s)
+            gain = self._gain(plain_s, num_rows, guesses, guessing_s)
             if gain > rate:
                 best, rate = width, gain
         return best
@@ -253,21 +254,28 @@ class AdaptiveWidth:
         acceptances = [row.acceptance for row in rows]
         lengths = [len(row.whole) for row in rows]
         best: Sequence[int] = [0] * len(rows)
-        rate = num_rows * _LEAST_GAIN / self._costs.seconds(num_rows, 1)
+        plain_s = self._costs.seconds(num_rows, 1)
+        rate = num_rows * _LEAST_GAIN / plain_s
         for widths in self._cuts(list(zip(lengths, acceptances, strict=True))):
-            gain = self._gain(num_rows, list(zip(acceptances, widths, strict=True)))
+            gain = self._gain(plain_s, num_rows, list(zip(acceptances, widths, strict=True)))
             if gain > rate:
                 best, rate = widths, gain
         return best
 
-    def _gain(self, num_rows: int, guesses: Sequence[tuple[float, int]], guessing_s: float = 0.0) -> float:
+    def _gain(
+        self,
+        plain_s: float,
+        num_rows: int,
+        guesses: Sequence[tuple[float, int]],
+        guessing_s: float = 0.0,
+    ) -> float:
         """Tokens a second of a step in which some rows have a guess of (acceptance, width); 0 where one of the rows
-        would lose too much of its own speed."""
+        would lose too much of its own speed. `plain_s`: of a step without guesses."""
         num_plain = num_rows - len(guesses)
         tokens = [1.0] * num_plain + [expected_tokens(*guess) for guess in guesses]
         fed = self._costs.width_of([1] * num_plain + [1 + width for _, width in guesses])
         seconds = self._costs.seconds(num_rows, fed) + guessing_s
-        kept = min(tokens) * self._costs.seconds(num_rows, 1) / seconds
+        kept = min(tokens) * plain_s / seconds
         return sum(tokens) / seconds if kept > _LEAST_KEPT else 0.0
 
     def _cuts(self, guesses: Sequence[tuple[int, float]]) -> Iterator[Sequence[int]]:
@@ -278,10 +286,14 @@ class AdaptiveWidth:
                 yield [min(width, length) for length, _ in guesses]
         else:
             best = max((acceptance for _, acceptance in guesses), default=0.0)
+            last: Sequence[int] = ()
             for chance in _CHANCES:
                 if chance > best:
                     continue  # nobody's
-                yield [min(num_likely(acceptance, chance), length) for length, acceptance in guesses]
+                widths = [min(num_likely(acceptance, chance), length) for length, acceptance in guesses]
+                if widths != last:
+                    yield widths
+                last = widths
 
     def cost_s(self, request: Request, num_rows: int, width: int) -> float:
         return self._inner.cost_s(request, num_rows, width)
