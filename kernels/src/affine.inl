@@ -166,13 +166,18 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
 #if defined(__AVX512F__)
 
 constexpr int kTileSteps[] = {16, 12, 8, 7, 6, 5, 4, 3, 2, 1};
-constexpr int kPrefetchBytes = 4096;
+
+// Asks for a line twice: far ahead for the second-level cache, as long as memory takes, and near for the first.
+MANTOU_INLINE void fetch_ahead(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p) + 1024, _MM_HINT_T0);
+  _mm_prefetch(reinterpret_cast<const char*>(p) + kFetchedAhead, _MM_HINT_T1);
+}
 
 // Eight vectors of 64 bytes: value 4*i+j of row r at byte 4*r+j of v[i] (packed.h).
 template <int BITS>
 MANTOU_INLINE void load_unit(const uint8_t* p, __m512i v[8]) {
   const auto at = [&](int offset) {
-    _mm_prefetch(reinterpret_cast<const char*>(p) + offset + kPrefetchBytes, _MM_HINT_T0);
+    fetch_ahead(p + offset);
     return _mm512_loadu_si512(p + offset);
   };
   const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3), low1 = _mm512_set1_epi8(1);
@@ -221,6 +226,7 @@ static void affine_tile(const Layout& l, const uint8_t* p, const uint8_t* x, con
   for (int m = 0; m < MT; ++m) acc[m] = _mm512_setzero_ps();
   for (int u = 0; u < units;) {
     const uint8_t* sp = p + static_cast<size_t>(64) * BITS * units_per_group;
+    fetch_ahead(sp);
     const Vf scales = load_scales(sp, l.scalar);
     const __m512 scale = scales.v, bias = load_biases(l, sp + scale_bytes, scales).v;
     for (int j = 0; j < units_per_group; ++j, ++u, p += 64 * BITS, x += static_cast<size_t>(64) * tokens, xs += tokens) {

@@ -28,7 +28,8 @@ class Arena {
 
   uint8_t* take(size_t bytes) {  // nullptr when full
     const size_t need = round_up(bytes, 128);
-    if (need > size_ - used_) return nullptr;
+    // What is fetched ahead past a matrix is the next one; past the last it is no read, but it stays inside.
+    if (need + kFetchedAhead > size_ - used_) return nullptr;
     uint8_t* p = static_cast<uint8_t*>(data_) + used_;
     used_ += need;
     return p;
@@ -45,17 +46,16 @@ class Arena {
 namespace {
 
 constexpr size_t kArenaBytes = size_t{32} << 20;
-constexpr size_t kPrefetchSlack = 4096;  // kernels prefetch past a block's end; prefetching is no read, but stay inside
 
 std::pair<uint8_t*, std::shared_ptr<Arena>> allocate(size_t bytes) {
   static std::mutex mutex;
   static std::weak_ptr<Arena> open;
   std::lock_guard<std::mutex> lock(mutex);
   if (auto arena = open.lock())
-    if (uint8_t* p = arena->take(bytes + kPrefetchSlack)) return {p, arena};
-  auto arena = std::make_shared<Arena>(std::max(bytes + kPrefetchSlack, kArenaBytes));
+    if (uint8_t* p = arena->take(bytes)) return {p, arena};
+  auto arena = std::make_shared<Arena>(std::max(bytes + kFetchedAhead, kArenaBytes));
   open = arena;
-  return {arena->take(bytes + kPrefetchSlack), arena};
+  return {arena->take(bytes), arena};
 }
 
 void require(bool ok, const std::string& what) {

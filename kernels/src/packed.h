@@ -28,6 +28,7 @@ constexpr int kUnit = 32;           // values of k that share one activation sca
 constexpr int kMaxK = 1 << 20;      // longest input row
 constexpr int kAffineTile = 16;     // tokens an affine kernel takes at once
 constexpr int kMaxTile = 48;        // and at most a dense one (Kernels::dense_tile)
+constexpr size_t kFetchedAhead = 8192;  // bytes that a kernel asks memory for before it reads them
 
 enum class Form : uint8_t { affine, dense };
 
