@@ -143,8 +143,8 @@ struct LayerParts {
 };
 std::shared_ptr<LayerSpec> make_layer(const LayerParts& parts);
 // Layers that follow each other: x [B, T, hidden] and for each layer its buffers [slots, Hk, capacity, ...] (keys, values
-// and, when packed, scales and biases of keys and of values) -> y like x, and the buffers, layer by layer, with the rows
-// appended; they are reused when nobody else holds them.
+// and, when packed, scales and biases of keys and of values) -> y like x. Once y is evaluated the buffers hold the new
+// tokens: the primitive writes into them, and whoever holds them sees it. A view of one keeps what it shows.
 // See LayerCall for start, count, window, ring and mask, and KVBuffer for the packing.
 struct LayerOptions {
   Optional count, mask;
@@ -152,8 +152,8 @@ struct LayerOptions {
   Optional table;  // the buffers are pools, as for attention
   int block = 0;
 };
-std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
-                          const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& options);
+array layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
+             const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& options);
 
 // ---- ops_encoder.cpp
 struct EncoderParts {

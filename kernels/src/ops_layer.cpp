@@ -1,4 +1,4 @@
-// Decoder layers as one MLX primitive: hidden state and buffers in, hidden state and the same buffers out.
+// Decoder layers as one MLX primitive, which writes into the buffers that it is given.
 #include <cstring>
 
 #include "bridge.h"
@@ -8,13 +8,23 @@
 namespace mantou {
 namespace {
 
-// Whether nobody but this node holds the buffer. MLX's own test (`is_donatable`) asks for one holder of the array,
-// but each result of a node keeps a copy of the inputs, so a node with three results counts as three.
-bool only_ours(const array& a, long num_results) {
-  static_assert(sizeof(array) == sizeof(std::shared_ptr<void>));  // exact MLX release: checked at build and import
-  const long holders = reinterpret_cast<const std::shared_ptr<void>&>(a).use_count();
-  return holders == num_results && a.data_shared_ptr().use_count() == 1 && a.data_shared_ptr()->is_owned() &&
-         a.flags().row_contiguous && a.offset() == 0 && a.data_size() == a.size();
+// Row-major, all of its memory, and no view of it anywhere.
+bool writable(const array& a) {
+  return a.data_shared_ptr().use_count() == 1 && a.data_shared_ptr()->is_owned() && a.flags().row_contiguous &&
+         a.offset() == 0 && a.data_size() == a.size();
+}
+
+// Gives a buffer memory of its own. Returns an array with the memory it had, whose contents are still to be copied.
+array parted(array buffer) {
+  array old(buffer.shape(), buffer.dtype(), nullptr, {});
+  old.copy_shared_buffer(buffer);
+  mx::Strides strides(buffer.ndim(), 1);
+  for (int d = static_cast<int>(buffer.ndim()) - 1; d > 0; --d) strides[d - 1] = strides[d] * buffer.shape(d);
+  array::Flags flags{};
+  flags.contiguous = flags.row_contiguous = true;
+  flags.col_contiguous = false;
+  buffer.set_data(mx::allocator::malloc(buffer.nbytes()), buffer.size(), std::move(strides), flags);
+  return old;
 }
 
 struct LayerNode {
@@ -31,19 +41,18 @@ class DecoderLayers : public CpuPrimitive {
   DecoderLayers(mx::Stream s, LayerNode node) : CpuPrimitive(s), node_(std::move(node)) {}
   const char* name() const override { return "MantouDecoderLayers"; }
 
-  // Inputs: x, the buffers layer by layer, start, count?, mask?, table?. Results: y, the buffers.
+  // Inputs: x, the buffers layer by layer, start, count?, mask?, table?. Result: y.
+  // The buffers are written in place: were they results, each would keep all inputs, and a node cost the square of its
+  // layers. What a view still sees is left to it: then the buffer moves.
   void eval_cpu(const std::vector<array>& in, std::vector<array>& out) override {
     allocate(out[0]);
-    std::vector<bool> reuse(node_.num_buffers());
-    for (int i = 0; i < node_.num_buffers(); ++i) {
-      reuse[i] = only_ours(in[1 + i], 1 + node_.num_buffers());
-      reuse[i] ? out[1 + i].copy_shared_buffer(in[1 + i]) : allocate(out[1 + i]);
-    }
-    dispatch(in, out, [node = node_, reuse](std::vector<array>& in, std::vector<array>& out) {
+    std::vector<std::pair<int, array>> moved;
+    for (int i = 1; i <= node_.num_buffers(); ++i)
+      if (!writable(in[i])) moved.emplace_back(i, parted(in[i]));
+    dispatch(in, out, [node = node_, moved = std::move(moved)](std::vector<array>& in, std::vector<array>& out) {
       static thread_local Scratch scratch[6];
       const int n = node.num_buffers();
-      for (int i = 1; i <= n; ++i)
-        if (!reuse[i - 1]) std::memcpy(out[i].data<uint8_t>(), contiguous(in[i], scratch[1]), out[i].nbytes());
+      for (const auto& [i, old] : moved) std::memcpy(in[i].data<uint8_t>(), contiguous(old, scratch[1]), old.nbytes());
       LayerCall c;
       c.x = contiguous(in[0], scratch[0]);
       c.out = out[0].data<uint8_t>();
@@ -66,7 +75,7 @@ class DecoderLayers : public CpuPrimitive {
       }
       for (size_t i = 0; i < node.specs.size(); ++i, c.x = c.out) {
         const LayerSpec& spec = *node.specs[i];
-        array* buffers = out.data() + 1 + i * node.buffers_each();
+        array* buffers = in.data() + 1 + i * node.buffers_each();
         c.keys = buffer(node, spec, buffers, 0), c.values = buffer(node, spec, buffers, 1);
         c.keys.table = c.values.table = blocks;
         c.next = i + 1 < node.specs.size() ? node.specs[i + 1]->qkv.get() : nullptr;
@@ -145,14 +154,12 @@ std::shared_ptr<LayerSpec> make_layer(const LayerParts& p) {
   return s;
 }
 
-std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
-                          const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& o) {
+array layers(const array& x, const std::vector<std::shared_ptr<LayerSpec>>& specs,
+             const std::vector<std::vector<array>>& buffers, const array& start, const LayerOptions& o) {
   require(!specs.empty() && specs.size() == buffers.size(), "layer: each layer has its buffers");
   require(x.ndim() == 3 && x.size() > 0 && is_float(x.dtype()), "layer: wrong input");
   const int batch = x.shape(0), tokens = x.shape(1);
   std::vector<array> inputs{x};
-  std::vector<mx::Shape> shapes{x.shape()};
-  std::vector<mx::Dtype> types{x.dtype()};
   const int shift = o.table ? block_shift(*o.table, o.block, batch, "layer") : 0;
   LayerNode node{{},    o.first_slot,        o.window,            o.ring,               o.bits, o.group,
                  shift, o.count.has_value(), o.mask.has_value(), o.table.has_value()};
@@ -161,7 +168,7 @@ std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<Laye
     mx::Shape keys;
     check_buffers(*specs[i], buffers[i], batch, o, &keys);
     require(o.ring <= keys[2], "layer: a ring needs a mask, and no more columns than there are");
-    for (const array& b : buffers[i]) inputs.push_back(b), shapes.push_back(b.shape()), types.push_back(b.dtype());
+    inputs.insert(inputs.end(), buffers[i].begin(), buffers[i].end());
     node.specs.push_back(specs[i]);
   }
   require(start.ndim() == 1 && start.shape(0) == batch && (!o.count || o.count->shape() == start.shape()) && o.window >= 0,
@@ -179,7 +186,7 @@ std::vector<array> layers(const array& x, const std::vector<std::shared_ptr<Laye
     require(o.ring == 0 && o.first_slot == 0, "layer: paged rows have no ring and share one slot");
     inputs.push_back(as_type(*o.table, mx::int32));
   }
-  return array::make_arrays(shapes, types, std::make_shared<DecoderLayers>(cpu_stream(), std::move(node)), inputs);
+  return array(x.shape(), x.dtype(), std::make_shared<DecoderLayers>(cpu_stream(), std::move(node)), std::move(inputs));
 }
 
 }  // namespace mantou

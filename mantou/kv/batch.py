@@ -28,6 +28,7 @@ from mantou.kv.pieces import (
     to_host,
 )
 from mantou.kv.tape import make_current
+from mantou.kv.writing import Writing
 from mantou.protocols import Group, Hit
 
 # Columns that buffers grow by at first: a short answer neither zeroes nor copies more than it needs.
@@ -81,6 +82,7 @@ class KVBatch:
         masked: Callable[[Group, int], bool] = no_masks,
     ) -> None:
         self._write_rows = write_rows
+        self._writing = Writing()
         self.pages = pages or Unpaged()  # of the layers that share pools
         self._make_layouts = make_layouts
         self._arrange = arrange
@@ -136,6 +138,7 @@ class KVBatch:
         starts = self.lengths[group.lo : group.hi]
         if len(starts) != len(group.num_tokens) or max(group.num_tokens) > group.width:
             raise ValueError(f"group {group} does not fit {self.num_slots} slots")
+        self._writing.settle()
         geometry = Geometry(
             group,
             starts,
@@ -144,6 +147,7 @@ class KVBatch:
             span_step=self._span_step,
             rewindable=rewindable,
             write_rows=self._write_rows,
+            writing=self._writing,
             masked=self._masked(group, max(starts)),
         )
         capacity = self._capacity(max(starts) + group.width)
@@ -212,6 +216,7 @@ class KVBatch:
         """Drops a forward that raised: recurrent layers get their state back, the rest was never visible."""
         make_current(None)
         self._forget()
+        self._writing.drop()
         if self.geometry is not None:
             for layer in self.layers:
                 layer.rewind(self.geometry, [0] * self.geometry.num_rows)
@@ -323,8 +328,8 @@ class KVBatch:
         self._first_columns[slot] = max(self._first_columns[slot], num_written - self.num_kept_columns)
 
     def arrays(self) -> list[mx.array]:
-        """Every buffer, to be evaluated together with the step's outputs."""
-        return [array for layer in self.layers for array in layer.arrays()]
+        """Every buffer and what writes them, to be evaluated together with the step's outputs."""
+        return [*(array for layer in self.layers for array in layer.arrays()), *self._writing.arrays()]
 
     def form(self) -> Hashable | None:
         """What a forward like the one that began can be compiled for, beside shapes of arrays; None if it cannot."""

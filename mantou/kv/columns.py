@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -15,6 +16,7 @@ from mantou.kv.lending import Groups, Loan, Terms, fitted, groups_of, part_shape
 from mantou.kv.pieces import HostParts, Parts, host_views
 from mantou.kv.plan import LayerCodec
 from mantou.kv.records import RecordCodec, place_of
+from mantou.kv.writing import Writing
 
 
 def scrubbed_columns(num_tokens: int) -> int:
@@ -37,6 +39,16 @@ def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) ->
     return buffer
 
 
+class _Lent(NamedTuple):
+    """What a layer lends, for as long as its buffers are these: step after step the same."""
+
+    wanted: tuple[int, int, mx.Dtype]  # heads, head dimension, type
+    columns: int
+    groups: Groups
+    keys: Parts
+    values: Parts
+
+
 class Columns:
     """Keys and values as [slots, H, columns, d] buffers, one per codec part. Shared by full rows and rings."""
 
@@ -51,11 +63,31 @@ class Columns:
         self.num_slots = num_slots
         self.geometry: Geometry
         self.capacity = 0
-        self.keys: Parts = ()
-        self.values: Parts = ()
+        self._keys: Parts = ()
+        self._values: Parts = ()
+        self._writing = Writing()  # of the primitive that had the buffers last
+        self._lent: _Lent | None = None
         self._dtype: mx.Dtype = mx.float32
         self._span = 0
         self._groups: dict[int, Groups | None] = {}  # by head_dim
+
+    @property
+    def keys(self) -> Parts:
+        self._writing.settle()
+        return self._keys
+
+    @keys.setter
+    def keys(self, parts: Parts) -> None:
+        self._keys = parts
+
+    @property
+    def values(self) -> Parts:
+        self._writing.settle()
+        return self._values
+
+    @values.setter
+    def values(self, parts: Parts) -> None:
+        self._values = parts
 
     @property
     def offset(self) -> mx.array | int:
@@ -146,22 +178,37 @@ class Columns:
         ring: int = 0,
         mask: mx.array | None = None,
     ) -> Loan | None:
-        g, groups = self.geometry, self._lent_groups(head_dim)
+        g = self.geometry
         rows, width, _ = x.shape
-        if groups is None or rows != g.num_rows or width != g.width:
+        if rows != g.num_rows or width != g.width:
             return None
-        columns = self.capacity
+        wanted, lent = (kv_heads, head_dim, x.dtype), self._lent
+        if lent is None or lent.wanted != wanted or lent.columns < self.capacity or not self._holds(lent):
+            lent = self._fit(*wanted)
+            if lent is None:
+                return None
+        self._writing, self._span = g.writing, self.span
+        return Loan(lent.keys, lent.values, self._terms(lent.groups, window, ring, mask))
+
+    def _holds(self, lent: _Lent) -> bool:
+        return lent.keys is self._keys and lent.values is self._values
+
+    def _fit(self, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> _Lent | None:
+        """Makes the buffers what a primitive wants; None where they cannot be."""
+        groups, columns = self._lent_groups(head_dim), self.capacity
+        if groups is None:
+            return None
         # While a prefix is copied in, in parts, one of the two may have grown already.
-        for parts in (self.keys, self.values):
+        for parts in (self._keys, self._values):
             if parts and parts[0].shape[2] > columns:
                 columns = parts[0].shape[2]
-        lead, widths = (self.num_slots, kv_heads, columns), part_shapes(groups, head_dim, x.dtype)
-        keys, values = fitted(self.keys, lead, widths), fitted(self.values, lead, widths)
+        lead, widths = (self.num_slots, kv_heads, columns), part_shapes(groups, head_dim, dtype)
+        keys, values = fitted(self._keys, lead, widths), fitted(self._values, lead, widths)
         if keys is None or values is None:
             return None
-        self.keys = self.values = ()
-        self._span = self.span
-        return Loan(keys, values, self._terms(groups, window, ring, mask))
+        self._keys, self._values, self._dtype = keys, values, dtype
+        self._lent = _Lent((kv_heads, head_dim, dtype), columns, groups, keys, values)
+        return self._lent
 
     def _lent_groups(self, head_dim: int) -> Groups | None:
         """How a primitive reads and writes the parts, if it can."""
@@ -171,14 +218,13 @@ class Columns:
         return self._groups[head_dim]
 
     def _terms(self, groups: Groups, window: int, ring: int, mask: mx.array | None) -> Terms:
-        g, key = self.geometry, (groups, window, ring, id(mask))  # which the terms keep alive
+        # The terms keep the mask alive. In numbers, since every layer looks.
+        g, key = self.geometry, (groups.bits, groups.group_size, window, ring, id(mask))
         if key not in g.terms:
-            g.terms[key] = Terms(groups, g.offsets, g.lengths, g.group.lo, window, ring, mask)
+            g.terms[key] = Terms(
+                groups, g.offsets, g.lengths, g.group.lo, window, ring, mask, writing=g.writing
+            )
         return g.terms[key]
-
-    def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
-        """Ends a loan: the buffers with this forward's tokens in them, and the type of what was stored."""
-        self.keys, self.values, self._dtype = keys, values, dtype
 
     def resize(self, num_slots: int) -> None:
         def fit(part: mx.array) -> mx.array:
@@ -253,7 +299,7 @@ class Columns:
             part[slot : slot + 1, :, : row.shape[2]] = row
 
     def arrays(self) -> list[mx.array]:
-        return [*self.keys, *self.values]
+        return [*self._keys, *self._values]
 
     def put(self, arrays: Sequence[mx.array]) -> None:
         """Makes these its arrays, in the order of `arrays()`."""

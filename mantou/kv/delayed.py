@@ -119,9 +119,6 @@ class Delayed:
         alone = not self._reads[1] and self.native.geometry is self.geometry
         return self.native.lend(x, mask, kv_heads, head_dim) if alone else None
 
-    def take_back(self, keys: Parts, values: Parts, dtype: mx.Dtype) -> None:
-        self.native.take_back(keys, values, dtype)
-
     # -- what the batch does
     def resize(self, num_slots: int) -> None:
         self.native.resize(num_slots)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mantou.kv.writing import Writing
 from mantou.protocols import Group
 
 
@@ -62,8 +63,10 @@ class Geometry:
         rewindable: bool = False,
         write_rows: WriteRows = no_write_rows,
         masked: bool = False,
+        writing: Writing | None = None,
     ) -> None:
         self.write_rows = write_rows
+        self.writing = writing or Writing()
         self.group = group
         self.rewindable = rewindable
         self.starts = tuple(starts)
@@ -102,6 +105,7 @@ class Geometry:
                 array_offsets=self.array_offsets,
                 mask_axes=self.mask_axes,
                 span_step=self._span_step,
+                writing=self.writing,
             )
         return self._clipped[limit]
 
@@ -183,6 +187,7 @@ class TracedGeometry(Geometry):
     def __init__(self, real: Geometry, offsets: mx.array) -> None:
         self._real = real
         self.write_rows = real.write_rows
+        self.writing = real.writing
         self.group = real.group
         self.rewindable = real.rewindable
         self.width, self.num_rows = real.width, real.num_rows

@@ -6,13 +6,14 @@ Knows no layouts, no primitives and no drafters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from mantou.kv.geometry import Geometry
 from mantou.kv.pieces import Parts
+from mantou.kv.writing import Writing
 from mantou.protocols import KVCodec
 
 
@@ -71,11 +72,11 @@ class Terms:
     # Paged: one slot for all rows, where position p of row b is in column table[b, p // block] * block + p % block.
     table: mx.array | None = None
     block: int = 0
+    writing: Writing = field(default_factory=Writing)  # gets what the primitive returns
 
 
 class Loan(NamedTuple):
-    """The layout holds no reference meanwhile, so that the buffers can be written in place; they are given back with
-    `take_back`."""
+    """A primitive writes into the buffers, which stay where they are."""
 
     keys: Parts  # each [slots, kv_heads, capacity, ...]; one part, or integers, scales and biases
     values: Parts

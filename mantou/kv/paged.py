@@ -115,7 +115,7 @@ class PagedRows(FullRows):
         return super().lend(x, mask, kv_heads, head_dim)
 
     def _terms(self, groups: Groups, window: int, ring: int, mask: mx.array | None) -> Terms:
-        g, key = self.geometry, (groups, window, ring, id(mask), self._pages)
+        g, key = self.geometry, (groups.bits, groups.group_size, window, ring, id(mask), id(self._pages))
         if key not in g.terms:
             terms = super()._terms(groups, window, ring, mask)
             g.terms[key] = replace(terms, first_slot=0, table=self._placement.table, block=self._pages.block)

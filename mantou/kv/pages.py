@@ -54,8 +54,10 @@ class Pages:
         self._free: list[int] = []  # a heap: low blocks first
         self._below: dict[int, Pages] = {}
         self._placed: Placement | None = None
-        # All layers ask for the same runs one after the other; what changes the table forgets them.
+        # All layers ask for the same runs one after the other, and many forwards for the same tables; what changes the
+        # table forgets them.
         self._runs: tuple[tuple[int, int, int], list[tuple[int, int]]] | None = None
+        self._tables: dict[tuple[int, int, int], mx.array] = {}
 
     def below(self, limit: int) -> Pages:
         """The table of layers that keep a row's first `limit` columns only; it follows this one."""
@@ -77,7 +79,7 @@ class Pages:
     def resize(self, num_slots: int) -> None:
         for slot in range(num_slots, self.num_slots):
             self.release(slot)
-        self._runs = None
+        self._changed()
         table = np.full((num_slots, self._table.shape[1] if num_slots else 0), ZEROS, np.int32)
         kept = min(num_slots, self.num_slots)
         table[:kept] = self._table[:kept, : table.shape[1]]
@@ -87,6 +89,9 @@ class Pages:
             self._free, self.num_blocks = [], 0
         for pages in self._below.values():
             pages.resize(num_slots)
+
+    def _changed(self) -> None:
+        self._runs, self._tables = None, {}
 
     def hold(self, slot: int, start: int, end: int) -> None:
         """Blocks for the row's first `end` columns, of which the first `start` are there."""
@@ -98,7 +103,7 @@ class Pages:
             return
         if needed > self._table.shape[1]:
             self._table = np.pad(self._table, [(0, 0), (0, max(needed - self._table.shape[1], 4))])
-        self._runs = None
+        self._changed()
         self._grow(needed - have)
         self._table[slot, have:needed] = [heapq.heappop(self._free) for _ in range(needed - have)]
         self._held[slot] = needed
@@ -116,7 +121,7 @@ class Pages:
             pages.release(slot)
         for block in self.blocks(slot):
             heapq.heappush(self._free, block)
-        self._runs = None
+        self._changed()
         self._table[slot] = ZEROS
         self._held[slot] = 0
 
@@ -125,7 +130,7 @@ class Pages:
         self.swap(source, target)
 
     def swap(self, one: int, other: int) -> None:
-        self._runs = None
+        self._changed()
         self._table[[one, other]] = self._table[[other, one]]
         self._held[one], self._held[other] = self._held[other], self._held[one]
         for pages in self._below.values():
@@ -158,7 +163,8 @@ class Pages:
         """Where a forward's tokens go; made once for all layers."""
         if self._placed is None or self._placed.geometry is not geometry:
             group = geometry.group
-            self._placed = Placement(self.block, self._table[group.lo : group.hi].copy(), geometry)
+            rows = self._table[group.lo : group.hi].copy()
+            self._placed = Placement(self.block, rows, geometry, self._tables)
         return self._placed
 
     def forget(self) -> None:
@@ -181,25 +187,36 @@ class Pages:
 class Placement:
     """The columns that one forward writes and reads, as device arrays made when they are asked for."""
 
-    def __init__(self, block: int, table: np.ndarray, geometry: Geometry) -> None:
+    def __init__(
+        self, block: int, rows: np.ndarray, geometry: Geometry, tables: dict[tuple[int, int, int], mx.array]
+    ) -> None:
         self.block = block
         self.geometry = geometry
-        self._rows = table
+        self._rows = rows
+        self._tables = tables  # of forwards with the same rows before
         self._reads: dict[tuple[int, ...], mx.array] = {}
+
+    @cached_property
+    def _width(self) -> int:
+        """Blocks that hold every position of the forward."""
+        g = self.geometry
+        return max((max(g.starts) + g.width - 1) // self.block + 1, self._rows.shape[1])
 
     @cached_property
     def _blocks(self) -> np.ndarray:
         """int32[rows, blocks] for writing: wide enough for every position of the forward, SINK where a row has none."""
-        g = self.geometry
-        width = max((max(g.starts) + g.width - 1) // self.block + 1, self._rows.shape[1])
-        table = np.full((len(self._rows), width), SINK, np.int32)
+        table = np.full((len(self._rows), self._width), SINK, np.int32)
         table[:, : self._rows.shape[1]] = np.where(self._rows == ZEROS, SINK, self._rows)
         return table
 
     @cached_property
     def table(self) -> mx.array:
         """For kernels that write, but no padding, and read no further than a row goes."""
-        return mx.array(self._blocks)
+        group = self.geometry.group
+        key = (group.lo, group.hi, self._width)
+        if key not in self._tables:
+            self._tables[key] = mx.array(self._blocks)
+        return self._tables[key]
 
     @cached_property
     def seen(self) -> mx.array:

@@ -84,7 +84,11 @@ def one_layer(
     scales: Sequence[mx.array] = (),
     **more: Any,
 ) -> list[mx.array]:
-    return kernels.layers(x, [layer], [[keys, values, *scales]], start, **more)
+    """What the layer gives, and copies of the buffers with what it wrote."""
+    buffers = [part * 1 for part in (keys, values, *scales)]
+    y = kernels.layers(x, [layer], [buffers], start, **more)
+    mx.eval(y)
+    return [y, *buffers]
 
 
 def empty(slots: int, dtype: mx.Dtype) -> mx.array:
@@ -175,27 +179,34 @@ def _buffers(rows: int) -> list[mx.array]:
     return [ref.normal(rows, KV, 32, DIM, seed=seed) for seed in (1, 2)]
 
 
-def test_buffers_are_reused_only_when_nobody_else_holds_them() -> None:
+def test_buffers_are_written_in_place_and_views_of_them_keep_what_they_show() -> None:
     layer = kernels.make_layer(**arguments(mx.float32, False))
-    x, start = ref.normal(1, 1, HIDDEN), mx.array([0])
-    keys, values = empty(1, mx.float32), empty(1, mx.float32)
+    x, keys, values = ref.normal(1, 1, HIDDEN), empty(1, mx.float32), empty(1, mx.float32)
     mx.eval(keys, values)
-    y, new_keys, new_values = one_layer(x, layer, keys, values, start)
-    mx.eval(y, new_keys, new_values)
-    assert not np.array(keys).any()  # we held it: untouched
-    address = np.array(new_keys, copy=False).ctypes.data
-    for step in range(1, 4):
-        held = [new_keys, new_values]
-        del new_keys, new_values
-        y, new_keys, new_values = one_layer(x, layer, held.pop(0), held.pop(0), start + step)
-        mx.eval(y, new_keys, new_values)
-        assert np.array(new_keys, copy=False).ctypes.data == address
-    view = new_keys[:, :, :2]
-    mx.eval(view)
-    before = np.array(view)
-    y, new_keys, new_values = one_layer(x, layer, new_keys, new_values, start)
-    mx.eval(y, new_keys, new_values)
-    assert np.array_equal(np.array(view), before)
+
+    def step(position: int) -> None:
+        mx.eval(kernels.layers(x, [layer], [[keys, values]], mx.array([position])))
+
+    def address(buffer: mx.array) -> int:
+        return np.array(buffer, copy=False).ctypes.data
+
+    where = address(keys)
+    for position in range(3):
+        step(position)
+        assert address(keys) == where
+        assert np.array(keys)[0, 0, :, 0].nonzero()[0].tolist() == list(range(position + 1))
+    view, row = keys[:, :, :5], mx.swapaxes(values, 1, 2)
+    mx.eval(view, row)
+    shown = np.array(view), np.array(row)
+    step(3)
+    assert all(map(np.array_equal, (view, row), shown))
+    assert address(keys) != where, "the view keeps the memory, the buffer moves"
+    assert np.array(keys)[0, 0, :5, 0].nonzero()[0].tolist() == [0, 1, 2, 3]
+    want = one_layer(x, layer, *[ref.normal(1, KV, 32, DIM, seed=seed) for seed in (1, 2)], mx.array([4]))
+    turned = [mx.swapaxes(mx.swapaxes(part, 1, 2) * 1, 1, 2) for part in _buffers(1)]
+    mx.eval(turned)  # of other strides
+    y = kernels.layers(x, [layer], [turned], mx.array([4]))
+    assert all(map(mx.array_equal, (y, *turned), want))
 
 
 def test_layers_of_one_primitive_have_the_bits_of_layers_alone(isa: str, threads: int) -> None:
@@ -204,10 +215,12 @@ def test_layers_of_one_primitive_have_the_bits_of_layers_alone(isa: str, threads
     x, start, count = ref.normal(2, 3, HIDDEN), mx.array([4, 0]), mx.array([3, 1])
     where = {"count": count, "first_slot": 1, "window": 5}
     chosen = [both[0], both[1], both[0]]
-    y, *together = kernels.layers(x, chosen, buffers, start, **where)
-    for i, (layer, (keys, values)) in enumerate(zip(chosen, buffers, strict=True)):
+    together = [[part * 1 for part in pair] for pair in buffers]
+    y = kernels.layers(x, chosen, together, start, **where)
+    mx.eval(y)
+    for layer, (keys, values), pair in zip(chosen, buffers, together, strict=True):
         x, *alone = one_layer(x, layer, keys, values, start, **where)
-        assert all(map(mx.array_equal, alone, together[2 * i : 2 * i + 2]))
+        assert all(map(mx.array_equal, alone, pair))
     assert mx.array_equal(y, x)
     for wrong in ([], buffers[:2], [*buffers[:2], buffers[2][:1]]):
         with pytest.raises(ValueError, match="layer"):
@@ -239,9 +252,8 @@ def test_limits_are_errors() -> None:
         ([0, 31], [0, 2]),
     ):
         counts = None if count is None else mx.array(count)
-        results = one_layer(x, layer, keys, values, mx.array(start), count=counts)
         with pytest.raises(RuntimeError, match="layer: row"):
-            mx.eval(results)
+            one_layer(x, layer, keys, values, mx.array(start), count=counts)
     for wrong in (x[..., :64], x[0], ref.normal(3, 3, HIDDEN)):
         with pytest.raises(ValueError, match="layer"):
             one_layer(wrong, layer, keys, values, mx.array([0, 0]))

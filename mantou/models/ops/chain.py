@@ -13,10 +13,6 @@ import mlx.core as mx
 
 from mantou.models.ops.extension import kernels
 
-# Each result of a node keeps all its inputs, so that the cost of a node grows with the square of its layers: a stack of
-# 30 would spend more on that than the nodes it saves.
-_LAYERS_A_NODE = 6
-
 
 class ChainedLayer(Protocol):
     """A layer that is one primitive where its cache lends its buffers, and a block elsewhere."""
@@ -54,19 +50,15 @@ class Chain:
     def run(self) -> mx.array:
         waiting, self._waiting = self._waiting, []
         group = _Group(self._x)
-        try:
-            for one in waiting:
-                loan = _loan(self._x, one)
-                if loan is None:
-                    group = _Group(one.layer.as_block(group.run(), one.mask, one.cache))
-                    continue
-                if not group.takes(loan):
-                    group = _Group(group.run())
-                group.add(one, loan)
-            return group.run()
-        except Exception:  # whatever it is: the buffers on loan go back, and it goes on to whoever asked
-            group.abandon()
-            raise
+        for one in waiting:
+            loan = _loan(self._x, one)
+            if loan is None:
+                group = _Group(one.layer.as_block(group.run(), one.mask, one.cache))
+                continue
+            if not group.takes(loan):
+                group = _Group(group.run())
+            group.add(one.layer, loan)
+        return group.run()
 
 
 def _loan(x: mx.array, one: _Waiting) -> Any:
@@ -77,33 +69,28 @@ def _loan(x: mx.array, one: _Waiting) -> Any:
 
 
 class _Group:
-    """Layers of one primitive, whose buffers are on loan, and the hidden state that they are applied to."""
+    """Layers of one primitive, with the buffers lent to it, and the hidden state that they are applied to."""
 
     def __init__(self, x: mx.array) -> None:
         self._x = x
-        self._members: list[tuple[_Waiting, Any]] = []  # with their loans
+        self._layers: list[Any] = []
+        self._loans: list[Any] = []
 
     def takes(self, loan: Any) -> bool:
-        if not self._members:
-            return True
-        return len(self._members) < _LAYERS_A_NODE and loan.terms is self._members[0][1].terms
+        return not self._loans or loan.terms is self._loans[0].terms
 
-    def add(self, one: _Waiting, loan: Any) -> None:
-        self._members.append((one, loan))
+    def add(self, layer: ChainedLayer, loan: Any) -> None:
+        self._layers.append(layer.layer)
+        self._loans.append(loan)
 
     def run(self) -> mx.array:
-        """Afterwards nothing here holds the buffers that went in: the primitive writes in place."""
-        if not self._members:
+        if not self._loans:
             return self._x
-        first = self._members[0][1]
-        terms = first.terms
-        y, *results = kernels.layers(
+        terms = self._loans[0].terms
+        y = kernels.layers(
             self._x,
-            [one.layer.layer for one, _ in self._members],
-            [
-                [*loan.keys[:1], *loan.values[:1], *loan.keys[1:], *loan.values[1:]]
-                for _, loan in self._members
-            ],
+            self._layers,
+            [[*k[:1], *v[:1], *k[1:], *v[1:]] for k, v, _ in self._loans],
             terms.start,
             count=terms.count,
             mask=terms.mask,
@@ -115,16 +102,5 @@ class _Group:
             table=terms.table,
             block=terms.block,
         )
-        members, self._members = self._members, []
-        half = len(first.keys) - 1  # parts beside the integers: scales and biases
-        each = 2 + 2 * half
-        for i, (one, _) in enumerate(members):
-            key, value, *rest = results[i * each : (i + 1) * each]
-            one.cache.take_back((key, *rest[:half]), (value, *rest[half:]), one.layer.dtype)
+        terms.writing.begin(y)
         return y
-
-    def abandon(self) -> None:
-        """The buffers go back as they were."""
-        for one, loan in self._members:
-            one.cache.take_back(loan.keys, loan.values, one.layer.dtype)
-        self._members = []
