@@ -152,6 +152,43 @@ def test_fused_layers_change_no_bit(family: str, codec: KVCodec, monkeypatch: py
     assert not lent
 
 
+@pytest.mark.parametrize("block", [None, 16])
+def test_rows_hold_a_forward_that_nobody_launched(block: int | None) -> None:
+    """The graph does not know that a fused layer writes into the row cache: whoever reads it next has to wait."""
+    model, ops = families.tiny("llama"), cpu.CpuOps(threads=2)
+    ops.install(model)
+
+    def rows(launch: bool, readers: str) -> list[np.ndarray]:
+        runner = Runner(
+            describe(model, {}, Family("any", supported=True)),
+            Uniform(Native()),
+            write_rows=ops.write_rows,
+            block=block,
+        )
+        kv = runner.kv
+        kv.resize(2)
+        for width in (40, 1, 3):
+            group = Group(0, width, (width, width))
+            runner.forward(group, [list(range(width))] * 2, None)
+            if launch:
+                mx.eval(kv.arrays())
+            kv.commit(group, group.num_tokens)
+        if readers == "moved":
+            kv.swap(0, 1)
+            kv.restore(1, kv.snapshot(0))
+        elif readers == "aborted":
+            runner.forward(Group(0, 1, (1, 1)), [[9], [9]], None)
+            kv.abort()
+        return [
+            np.array(part) for slot in range(2) for layer in kv.layers for part in layer.columns(slot, 0, 44)
+        ]
+
+    for readers in ("columns", "moved", "aborted"):
+        want, got = rows(True, readers), rows(False, readers)
+        assert len(want) == 8 and all(part.any(axis=(0, 1, 3)).all() for part in want)
+        assert all(map(np.array_equal, got, want))
+
+
 @pytest.mark.parametrize("codec", [Native(), Affine(8, 32)], ids=lambda codec: codec.name)
 @pytest.mark.parametrize("family", [*sorted(FUSED), "qwen3_moe", "gpt_oss"])
 def test_rows_in_blocks_change_no_bit(family: str, codec: KVCodec, monkeypatch: pytest.MonkeyPatch) -> None:
