@@ -112,7 +112,7 @@ class Pages:
         if len(self._free) >= num_wanted:
             return
         before = max(self.num_blocks, NUM_SPECIAL)
-        self.num_blocks = NUM_SPECIAL + pool_bucket(self.num_held + num_wanted)
+        self.num_blocks = NUM_SPECIAL + pool_bucket(self.num_held + num_wanted, self.block)
         for block in range(before, self.num_blocks):
             heapq.heappush(self._free, block)
 

@@ -121,7 +121,12 @@ def test_runs_are_where_the_table_says_after_each_change(change: Callable[[Pages
 
 def test_a_pool_is_at_most_an_eighth_larger_than_what_its_rows_hold() -> None:
     for count in range(1, 5000):
-        assert count <= pool_bucket(count) <= count * 9 / 8
+        assert count <= pool_bucket(count, 512) <= count * 9 / 8
+        assert count <= pool_bucket(count, 64) <= max(count * 9 / 8, min(count + 7, 2 * count - 1))
+
+
+def test_eight_rows_that_need_their_second_block_grow_the_pool_once() -> None:
+    assert len({pool_bucket(count, 64) for count in range(9, 17)}) == 1
 
 
 def test_one_long_row_among_short_ones_reserves_no_length_for_them() -> None:
