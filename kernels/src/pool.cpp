@@ -52,7 +52,7 @@ constexpr double kGuess = 4;
 constexpr double kFirstRetryUs = 5e3, kLastRetryUs = 160e3;
 // A step begins while the thread that launches it still runs. With no core to spare, a helper woken then queues behind
 // one of the two and may miss the whole step; woken when the launch is over, it finds a free core.
-constexpr double kLaunchUs = 250, kStepGapUs = 100;
+constexpr double kLaunchUs = 120, kStepGapUs = 100;
 constexpr int kFewThreads = 4;
 constexpr uint32_t kClosed = 0xffffffffu;  // of a ticket: no items to take
 
@@ -178,6 +178,9 @@ bool Pool::too_early(double cost_us) {
   last_job_us_ = now + cost_us;
   return now - burst_start_us_ < kLaunchUs && cost_us < kLaunchUs;
 }
+
+// A job that took longer than guessed is no pause after which a step begins anew.
+void Pool::early_job_done() { last_job_us_ = now_us(); }
 
 void Pool::help() {
   uint32_t seen = epoch_.load(std::memory_order_acquire);

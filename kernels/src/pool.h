@@ -32,9 +32,13 @@ class Pool {
   void run(int items, int chunk, double cost_us, F&& f) {
     if (items <= 0) return;
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
-    if (num_threads_ == 1 || cost_us < kMinSharedUs || items <= chunk || !lock.owns_lock() || core_is_taken() ||
-        too_early(cost_us)) {
+    if (num_threads_ == 1 || cost_us < kMinSharedUs || items <= chunk || !lock.owns_lock() || core_is_taken()) {
       f(0, items);  // also when another stream's thread holds the pool: its helpers are busy anyway
+      return;
+    }
+    if (too_early(cost_us)) {
+      f(0, items);
+      early_job_done();
       return;
     }
     share(items, chunk, cost_us * chunk / items,
@@ -57,6 +61,7 @@ class Pool {
   void wait_for_helpers(double chunk_us);
   bool core_is_taken();
   bool too_early(double cost_us);
+  void early_job_done();
   void help();
   bool wait_for_job(uint32_t seen);
   bool warm_a_little();

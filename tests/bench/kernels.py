@@ -1,8 +1,8 @@
 """`python -m tests.bench.kernels`: the CPU kernels alone, next to what memory gives in the same run.
 
-For every shape and format: the weights' bytes per second at one row, and c(M), the time of M rows in that of one. For a
-model: graph nodes and milliseconds of a decode step with plain MLX, with generic operations and fused. Knows no
-servers.
+For every shape and format: the weights' bytes per second at one row, and c(M), the time of M rows in that of one. For
+many rows in f32: OpenBLAS in the same run. For a model: graph nodes and milliseconds of a decode step with plain MLX,
+with generic operations and fused. Knows no servers.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ SHAPES = {
     "1B down": (2048, 8192),
     "3B gate+up": (16384, 3072),
     "3B down": (3072, 8192),
+}
+# Of encoders, in f32, next to OpenBLAS through numpy: name -> (rows, output rows, input length)
+DENSE = {
+    "MiniLM up, 128 tokens": (128, 1536, 384),
+    "MiniLM down, 128 tokens": (128, 384, 1536),
+    "BERT-base qkv, 128 tokens": (128, 2304, 768),
+    "BERT-base up, 512 tokens": (512, 3072, 768),
+    "Whisper-tiny up, 1500 frames": (1500, 1536, 384),
+    "Whisper-tiny down, 1500 frames": (1500, 384, 1536),
+    "Whisper-base qkv, 1500 frames": (1500, 1536, 512),
+    "Whisper-small up, 1500 frames": (1500, 3072, 768),
 }
 CACHES = 192 << 20  # bytes of weights walked in turn: far more than the last-level cache keeps
 AT_ONCE = 8  # products of one evaluation: their results should stay in the allocator's free lists
@@ -94,6 +105,48 @@ def products(threads: int, rounds: int) -> list[dict[str, Any]]:
             gb_s = first.nbytes / us[1] / 1e3
             found.append({"shape": name, "rows": rows, "k": k, "form": form, "us": us, "gb_s": gb_s})
     return found
+
+
+def many_rows(rounds: int, product: Callable[[np.ndarray, np.ndarray], Callable[[], Any]]) -> list[float]:
+    """Median milliseconds of x w^T for each shape of DENSE."""
+    rng = np.random.default_rng(0)
+    found = []
+    for rows, outputs, k in DENSE.values():
+        run = product(*(rng.standard_normal(shape, np.float32) for shape in ((rows, k), (outputs, k))))
+        times = []
+        for _ in range(rounds + 1):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) / AT_ONCE * 1e3)
+        found.append(statistics.median(times[1:]))
+    return found
+
+
+def our_product(x: np.ndarray, w: np.ndarray) -> Callable[[], Any]:
+    rows, packed_w = mx.array(x), kernels.pack_dense([mx.array(w)])[0]
+    mx.eval(rows)
+    return lambda: mx.eval([kernels.linear(rows, packed_w) for _ in range(AT_ONCE)])
+
+
+def openblas_product(x: np.ndarray, w: np.ndarray) -> Callable[[], Any]:
+    return lambda: [x @ w.T for _ in range(AT_ONCE)]
+
+
+def dense(threads: int, rounds: int) -> list[dict[str, Any]]:
+    """Products of many rows in f32, ours and OpenBLAS's, each with all threads and in turns. That has its own process:
+    its threads spin on for a while, and ours would make room for them."""
+    kernels.set_threads(threads)
+    command = [sys.executable, "-m", "tests.bench.kernels", "--openblas", "--rounds", str(rounds)]
+    ours, other = [], []
+    for _ in range(3):
+        ours.append(many_rows(rounds, our_product))
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        other.append(json.loads(done.stdout.splitlines()[-1]))
+    medians = [[statistics.median(turns) for turns in zip(*who, strict=True)] for who in (ours, other)]
+    return [
+        {"shape": name, "sizes": sizes, "ms": {"ours": one, "openblas": two}}
+        for (name, sizes), one, two in zip(DENSE.items(), *medians, strict=True)
+    ]
 
 
 def graph_nodes(*outputs: mx.array) -> int:
@@ -154,6 +207,10 @@ def table(result: dict[str, Any]) -> str:
         cost = [one["us"][m] / one["us"][1] for m in ROWS[1:]]
         cells = [f"{one['form']} {one['shape']}", f"{one['gb_s']:.1f}", f"{one['gb_s'] / stream:.0%}"]
         lines.append("| " + " | ".join([*cells, *(f"{c:.2f}" for c in cost)]) + " |")
+    lines += ["", "| f32, many rows | ms | OpenBLAS | speed |", "|---|---|---|---|"]
+    for one in result["dense"]:
+        ours, other = one["ms"]["ours"], one["ms"]["openblas"]
+        lines.append(f"| {one['shape']} | {ours:.2f} | {other:.2f} | {other / ours:.2f}x |")
     if result["decode"]:
         lines += ["", "| decode step | graph nodes | a layer | ms |", "|---|---|---|---|"]
         for one in result["decode"]:
@@ -164,6 +221,7 @@ def table(result: dict[str, Any]) -> str:
 def measured(say: Callable[[str], None], args: argparse.Namespace) -> dict[str, Any]:
     threads = args.threads or kernels.usable_cpus()
     result: dict[str, Any] = {"threads": threads, "stream_gb_s": stream_gb_s(threads), "decode": []}
+    result["dense"] = dense(threads, args.rounds)
     result["products"] = products(threads, args.rounds)
     if args.model:
         for form, steps in (("plain", 6), ("generic", args.steps), ("fused", args.steps)):
@@ -180,7 +238,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, help="a JSON file for the figures")
     parser.add_argument("--decode", help=argparse.SUPPRESS)
+    parser.add_argument("--openblas", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.openblas:
+        print(json.dumps(many_rows(args.rounds, openblas_product)))
+        return 0
     if args.decode:
         print(json.dumps(decode(args.model, args.decode, args.steps)))
         return 0
