@@ -1,8 +1,9 @@
-"""How large a prompt chunk may be while rows are decoding: about as long as a decode step, by measurement."""
+"""How large a prompt chunk may be while rows decode: by measurement, a decode step, or more where more prompts wait."""
 
 from __future__ import annotations
 
 _SMOOTHING = 0.2
+_MOST_STEPS = 8  # decode steps that a running row waits for prompts
 
 
 class Pacer:
@@ -19,13 +20,14 @@ class Pacer:
         self.mixed_s = 0.0  # time of steps that held both, and the prompt's part of it
         self.prompt_s = 0.0
 
-    def chunk(self, num_decoding: int) -> int:
-        """Most prompt tokens of the next step."""
+    def chunk(self, num_decoding: int, num_prompts: int = 1) -> int:
+        """Most prompt tokens of the next step, in which so many rows decode and so many prompts want to be read."""
         if not num_decoding:
             return self.largest
         fitting = 64.0  # until both are measured
         if self.decode_s and self.token_s:
-            fitting = self.decode_s / self.token_s
+            shares = min(max(num_prompts / num_decoding, 1.0), _MOST_STEPS)
+            fitting = shares * self.decode_s / self.token_s
         bounded = int(min(max(fitting, self.smallest), self.largest))
         return 1 << (bounded.bit_length() - 1)
 

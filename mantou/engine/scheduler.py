@@ -3,7 +3,9 @@
 Fairness, by construction: every decoding row gets its token in every step, and all prompt work of a step together is at
 most one chunk. So a running row waits at most one chunk between two tokens, and a waiting prompt gets a whole chunk in
 every step. The pacer sizes the chunk so that it takes about as long as a decode step, so each side has about half of
-the time; it never goes below 16 tokens, and where a decode step is shorter than those, prompts get more.
+the time; where more prompts wait than rows decode, they get as much more, up to eight decode steps: a burst of requests
+is answered sooner as a whole. It never goes below 16 tokens, and where a decode step is shorter than those, prompts get
+more.
 """
 
 from __future__ import annotations

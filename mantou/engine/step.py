@@ -173,7 +173,8 @@ class Step:
         waiting = [] if self._ending else [sequence.load() for sequence in self.waiting if sequence.ready]
         running = [sequence.load() for sequence in self.running if sequence.finish is None]
         num_decoding = sum(load.num_pending == 1 for load in running)
-        return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding))
+        num_prompts = len(waiting) + len(running) - num_decoding
+        return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding, num_prompts))
 
     def _continues(self, plan: Plan) -> bool:
         """Whether the next step can be launched on top of the one in flight."""

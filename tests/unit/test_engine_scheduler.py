@@ -105,14 +105,19 @@ steps = st.lists(
 )
 
 
-@given(largest=st.integers(1, 8192), seen=steps, num_decoding=st.integers(0, 64))
+@given(
+    largest=st.integers(1, 8192),
+    seen=steps,
+    num_decoding=st.integers(0, 64),
+    num_prompts=st.integers(0, 2000),
+)
 def test_a_chunk_is_a_power_of_two_within_its_bounds(
-    largest: int, seen: list[tuple[float, int, int]], num_decoding: int
+    largest: int, seen: list[tuple[float, int, int]], num_decoding: int, num_prompts: int
 ) -> None:
     pacer = Pacer(largest)
     for seconds, rows, prompt in seen:
         pacer.observe(seconds, rows, prompt)
-    chunk = pacer.chunk(num_decoding)
+    chunk = pacer.chunk(num_decoding, num_prompts)
     if num_decoding:
         assert pacer.smallest <= chunk <= largest
         assert chunk.bit_count() == 1
@@ -139,6 +144,21 @@ def test_a_chunk_takes_about_as_long_as_a_decode_step() -> None:
         pacer.observe(0.1 + 100 * 0.001, 4, 100)
     assert pacer.chunk(4) == 64  # 100 tokens fit, rounded down
     assert pacer.prompt_share == pytest.approx(0.5)
+
+
+def test_prompts_that_outnumber_the_rows_get_as_much_more_time_and_no_more_than_eight_steps() -> None:
+    pacer = Pacer(4096)
+    for _ in range(50):
+        pacer.observe(0.1, 4, 0)
+        pacer.observe(0.1 + 64 * 0.0015, 4, 64)  # 66 tokens take as long as a step
+    assert [pacer.chunk(4, num_prompts) for num_prompts in (0, 1, 4, 8, 16, 400)] == [
+        64,
+        64,
+        64,
+        128,
+        256,
+        512,
+    ]
 
 
 @given(count=st.integers(0, 5000))
