@@ -40,7 +40,7 @@ def _write(buffer: mx.array, new: mx.array, columns: mx.array | int, lo: int) ->
 
 
 class _Lent(NamedTuple):
-    """What a layer lends, for as long as its buffers are these: step after step the same."""
+    """What a layer lends, step after step the same until its buffers are others."""
 
     wanted: tuple[int, int, mx.Dtype]  # heads, head dimension, type
     columns: int
@@ -78,7 +78,7 @@ class Columns:
 
     @keys.setter
     def keys(self, parts: Parts) -> None:
-        self._keys = parts
+        self._keys, self._lent = parts, None
 
     @property
     def values(self) -> Parts:
@@ -87,7 +87,7 @@ class Columns:
 
     @values.setter
     def values(self, parts: Parts) -> None:
-        self._values = parts
+        self._values, self._lent = parts, None
 
     @property
     def offset(self) -> mx.array | int:
@@ -183,15 +183,12 @@ class Columns:
         if rows != g.num_rows or width != g.width:
             return None
         wanted, lent = (kv_heads, head_dim, x.dtype), self._lent
-        if lent is None or lent.wanted != wanted or lent.columns < self.capacity or not self._holds(lent):
+        if lent is None or lent.wanted != wanted or lent.columns < self.capacity:
             lent = self._fit(*wanted)
             if lent is None:
                 return None
         self._writing, self._span = g.writing, self.span
         return Loan(lent.keys, lent.values, self._terms(lent.groups, window, ring, mask))
-
-    def _holds(self, lent: _Lent) -> bool:
-        return lent.keys is self._keys and lent.values is self._values
 
     def _fit(self, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> _Lent | None:
         """Makes the buffers what a primitive wants; None where they cannot be."""
