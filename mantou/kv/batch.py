@@ -321,6 +321,10 @@ class KVBatch:
             for _ in layer.reserve(capacity):
                 yield
             layer.fill(slot(), pieces.columns(index, capacity), state, hit.num_tokens)
+            if (
+                host_is_device()
+            ):  # what was joined for this layer is given back before the next one needs as much
+                mx.eval(layer.arrays())
             yield
 
     def _lose_columns(self, slot: int, num_written: int) -> None:
