@@ -316,4 +316,4 @@ class Columns:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (*self.keys, *self.values))
+        return sum(part.nbytes for part in (*self._keys, *self._values))  # asked for by other threads, too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -187,6 +188,19 @@ def test_rows_hold_a_forward_that_nobody_launched(block: int | None) -> None:
         want, got = rows(True, readers), rows(False, readers)
         assert len(want) == 8 and all(part.any(axis=(0, 1, 3)).all() for part in want)
         assert all(map(np.array_equal, got, want))
+
+
+def test_another_thread_may_ask_how_large_the_rows_are_while_a_forward_is_built() -> None:
+    """`/stats` does. Only the model thread may launch anything."""
+    model, ops = families.tiny("llama"), cpu.CpuOps(threads=2)
+    ops.install(model)
+    described = describe(model, {}, Family("any", supported=True))
+    runner = Runner(described, Uniform(Native()), write_rows=ops.write_rows, block=16)
+    runner.kv.resize(1)
+    runner.forward(Group(0, 3, (3,)), [[1, 2, 3]], None)
+    with ThreadPoolExecutor(1) as others:
+        assert others.submit(lambda: runner.kv.nbytes).result() > 0
+    runner.kv.abort()
 
 
 @pytest.mark.parametrize("codec", [Native(), Affine(8, 32)], ids=lambda codec: codec.name)
