@@ -167,7 +167,7 @@ static void prepare_affine(const Layout& l, const float* row, int token, int tok
 
 constexpr int kTileSteps[] = {16, 12, 8, 7, 6, 5, 4, 3, 2, 1};
 
-// Asks for a line twice: far ahead for the second-level cache, as long as memory takes, and near for the first.
+// Asks for a line twice: as far ahead as memory takes, for the second-level cache, and near, for the first.
 MANTOU_INLINE void fetch_ahead(const uint8_t* p) {
   _mm_prefetch(reinterpret_cast<const char*>(p) + 1024, _MM_HINT_T0);
   _mm_prefetch(reinterpret_cast<const char*>(p) + kFetchedAhead, _MM_HINT_T1);

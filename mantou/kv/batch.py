@@ -321,9 +321,8 @@ class KVBatch:
             for _ in layer.reserve(capacity):
                 yield
             layer.fill(slot(), pieces.columns(index, capacity), state, hit.num_tokens)
-            if (
-                host_is_device()
-            ):  # what was joined for this layer is given back before the next one needs as much
+            # On a CPU what was joined for this layer is given back before the next one needs as much.
+            if host_is_device():
                 mx.eval(layer.arrays())
             yield
 
