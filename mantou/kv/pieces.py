@@ -6,8 +6,6 @@ hundreds.
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -150,20 +148,6 @@ def _gather(arrays: Sequence[mx.array]) -> np.ndarray:
     return np.stack(views)
 
 
-def _fresh(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """An array, never in huge pages, which numpy asks for from 4 MiB on.
-
-    A virtual machine gets memory from its host when it is first touched, and a free huge page rarely was: it then takes
-    2.3 ms a MB, a page that somebody has given back 0.6.
-    """
-    wanted = np.dtype(dtype)
-    size = math.prod(shape) * wanted.itemsize
-    if size < 1 << 22:
-        return np.empty(shape, wanted)
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(pages, wanted).reshape(shape)
-
-
 def finished(work: Generator[None, None, T]) -> T:
     """What work in parts gives, without a pause."""
     while True:
@@ -187,7 +171,7 @@ class Packing:
         for members in groups.values():
             array = layers[members[0][0]][members[0][1]]
             name = _name(array)
-            data = _fresh((len(members), *array.shape), _NUMPY_BITS.get(name, name))
+            data = np.empty((len(members), *array.shape), _NUMPY_BITS.get(name, name))
             found.append(Stack(data, name, tuple(members)))
             self._places |= {member: (data, index) for index, member in enumerate(members)}
         self.stacks = tuple(found)
