@@ -173,7 +173,10 @@ class Step:
         waiting = [] if self._ending else [sequence.load() for sequence in self.waiting if sequence.ready]
         running = [sequence.load() for sequence in self.running if sequence.finish is None]
         num_decoding = sum(load.num_pending == 1 for load in running)
-        num_prompts = len(waiting) + len(running) - num_decoding
+        room = max(
+            self.axes.scheduler.max_rows - len(self.running), 0
+        )  # who finds no row is read no sooner for it
+        num_prompts = min(len(waiting), room) + len(running) - num_decoding
         return self.axes.scheduler.plan(waiting, running, self.pacer.chunk(num_decoding, num_prompts))
 
     def _continues(self, plan: Plan) -> bool:

@@ -218,9 +218,7 @@ class Columns:
         # The terms keep the mask alive. In numbers, since every layer looks.
         g, key = self.geometry, (groups.bits, groups.group_size, window, ring, id(mask))
         if key not in g.terms:
-            g.terms[key] = Terms(
-                groups, g.offsets, g.lengths, g.group.lo, window, ring, mask, writing=g.writing
-            )
+            g.terms[key] = Terms(groups, g.offsets, g.lengths, g.group.lo, g.writing, window, ring, mask)
         return g.terms[key]
 
     def resize(self, num_slots: int) -> None:

@@ -6,7 +6,7 @@ Knows no layouts, no primitives and no drafters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
@@ -65,6 +65,7 @@ class Terms:
     start: mx.array  # int32[rows], positions held before this forward
     count: mx.array | None  # int32[rows] real tokens, None = all
     first_slot: int
+    writing: Writing  # gets what the primitive returns
     window: int  # 0 = unlimited
     # Position p is in column p % ring, and the mask bool[rows, 1, width, ring] says what is seen; 0 = in column p.
     ring: int = 0
@@ -72,7 +73,6 @@ class Terms:
     # Paged: one slot for all rows, where position p of row b is in column table[b, p // block] * block + p % block.
     table: mx.array | None = None
     block: int = 0
-    writing: Writing = field(default_factory=Writing)  # gets what the primitive returns
 
 
 class Loan(NamedTuple):

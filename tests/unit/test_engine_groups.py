@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from mantou.data import Request, Sampling
 from mantou.engine.groups import Grouping
+from mantou.engine.pacing import Pacer
 from mantou.engine.sequence import Sequence
 from mantou.engine.shapes import Shapes
 from tests.compose.harness import Case, make_step, requests, run
@@ -73,3 +76,17 @@ def test_prompts_that_arrive_together_share_forwards_and_keep_their_tokens() -> 
         tokens.setdefault(event.request_id, []).extend(event.tokens)
     assert [tokens[request.id] for request in wanted] == alone
     assert max(groups) > 1
+
+
+def test_prompts_that_find_no_row_make_no_running_row_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More prompts than rows get more of a step, but only those that are read in it."""
+    asked, chunk = [], Pacer.chunk
+
+    def counted(self: Pacer, num_decoding: int, num_prompts: int = 1) -> int:
+        asked.append((num_decoding, num_prompts))
+        return chunk(self, num_decoding, num_prompts)
+
+    monkeypatch.setattr(Pacer, "chunk", counted)
+    run(Case("llama", rows=2), requests(Sampling(), 12))
+    assert max(prompts for _, prompts in asked) == 2
+    assert (1, 1) in asked and all(rows + prompts <= 2 for rows, prompts in asked)

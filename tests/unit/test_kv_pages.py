@@ -107,16 +107,19 @@ def _begin_anew(pages: Pages) -> None:
     [lambda pages: pages.swap(0, 1), lambda pages: pages.move(1, 0), _come_back_elsewhere, _begin_anew],
     ids=["swap", "move", "come back", "begin anew"],
 )
-def test_runs_are_where_the_table_says_after_each_change(change: Callable[[Pages], None]) -> None:
-    """They are remembered, because every layer asks for the same ones."""
+def test_runs_and_tables_of_a_forward_are_right_after_each_change(change: Callable[[Pages], None]) -> None:
+    """They are remembered, because every layer and many a forward ask for the same ones."""
     pages = Pages(BLOCK)
     pages.resize(3)
     for slot in range(2):
         pages.hold(slot, 0, 1)
-    before = pages.runs(0, 0, 1)
+    before, geometry = pages.runs(0, 0, 1), Geometry(Group(0, 1, (1,)), [0])
+    assert int(pages.placed(geometry).table[0, 0]) * BLOCK == before[0][0]
     change(pages)
-    column = pages.blocks(0)[0] * BLOCK
-    assert before != pages.runs(0, 0, 1) == [(column, column + 1)]
+    pages.forget()
+    block = pages.blocks(0)[0]
+    assert before != pages.runs(0, 0, 1) == [(block * BLOCK, block * BLOCK + 1)]
+    assert int(pages.placed(geometry).table[0, 0]) == block
 
 
 def test_a_pool_is_at_most_an_eighth_larger_than_what_its_rows_hold() -> None:
